@@ -1,0 +1,83 @@
+"""Attention backends behind one interface, and the choice between them.
+
+    eager    the readable reference; materialises probabilities
+    sdpa     torch's kernels, parts merged by log-sum-exp, windows scored later
+    flash2   package flash-attn for the full-precision part (optional extra, CUDA)
+    fused    one compiled pass over arena and packed codes
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from engine.attention import flash2
+from engine.attention.eager import EagerBackend
+from engine.attention.sdpa import SdpaBackend
+from engine.attention.state import KVState
+from engine.errors import BackendError
+
+
+class AttentionBackend(Protocol):
+    """What the cache asks of a backend.
+
+    `scores_in_step` says that decode adds window masses itself; else it returns a log-sum-exp and the
+    cache scores the last queries at the event.
+    """
+
+    name: str
+    scores_in_step: bool
+
+    def decode(
+        self, state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor | None]: ...
+
+    def ingest(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        *,
+        start: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Tensor: ...
+
+
+def unavailable(name: str, device: str) -> str | None:
+    """Why backend `name` cannot run on `device`, as one sentence; None where it can."""
+    if name in ("eager", "sdpa"):
+        return None
+    if name == "flash2":
+        return flash2.unavailable(device)
+    if name == "fused":
+        try:
+            from engine.attention import fused
+        except ImportError:
+            return "backend fused is not built in this installation; use sdpa."
+        return fused.unavailable(device)
+    return f"unknown backend {name!r}."
+
+
+def make_backend(name: str, device: str) -> AttentionBackend:
+    """The backend called `name`; "auto" takes fused where it runs, else sdpa.
+
+    Raises:
+        BackendError: it cannot run here; the text says what is missing.
+    """
+    if name == "auto":
+        name = "sdpa" if unavailable("fused", device) else "fused"
+    reason = unavailable(name, device)
+    if reason is not None:
+        raise BackendError(reason)
+    if name == "eager":
+        return EagerBackend()
+    if name == "sdpa":
+        return SdpaBackend()
+    if name == "flash2":
+        return flash2.make()
+    from engine.attention.fused import FusedBackend
+
+    return FusedBackend()

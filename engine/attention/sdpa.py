@@ -1,0 +1,188 @@
+"""Torch's attention with its log-sum-exp over every part, merged; windows are scored later.
+
+Decode: arena by torch's kernel, live ledger entries by `ledger.py`, merged by log-sum-exp; the query
+and its log-sum-exp go into the ring. Prompt: flash attention below the diagonal, row by row without
+padding, then column masses in chunks. No probabilities of a whole prompt are materialised.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from engine.attention.eager import add_staged
+from engine.attention.ledger import attend_ledger, ledger_logits
+from engine.attention.softmax import NO_KEYS, attend, merge
+from engine.attention.state import KVState
+from engine.scores import group_mean, key_masses, prompt_column_masses
+
+
+class SdpaBackend:
+    """Partitions merged by log-sum-exp; deferred scoring."""
+
+    name = "sdpa"
+    scores_in_step = False
+
+    def decode(
+        self, state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """One query per row, [B, H_q, 1, d] → (out, lse [B, H_q])."""
+        out, lse = merge(self._pools(state, layer, query, scale, softcap))
+        return out.to(query.dtype), lse[..., 0]
+
+    def _pools(
+        self, state: KVState, layer: int, query: Tensor, scale: float, softcap: float | None
+    ) -> list[tuple[Tensor, Tensor]]:
+        key, value, bias = state.arena(layer)
+        arena = self.attend_full(query, key, value, bias, scale, softcap)
+        if not state.live_used:
+            return [arena]
+        return [arena, attend_ledger(state, layer, query, scale=scale, softcap=softcap)]
+
+    def attend_full(
+        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """The full-precision part: (out, lse)."""
+        dtype = query.dtype
+        return attend(query, key.to(dtype), value.to(dtype), scale=scale, bias=bias, softcap=softcap)
+
+    def ingest(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        *,
+        start: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Queries [B, H_q, T, d] at columns `start` on, over pools and staging; scores them all."""
+        staging = state.staging
+        if staging is None:
+            raise RuntimeError("a multi-token forward must be staged")
+        key, value = staging.layer(layer)
+        past = start - staging.start
+        out = torch.zeros_like(query)
+        lse = torch.full(query.shape[:3], NO_KEYS, device=query.device)
+        for row, pad in enumerate(state.pads):
+            skip = min(max(0, pad - start), query.shape[2])
+            if skip == query.shape[2]:
+                continue
+            hidden = max(0, pad - staging.start)
+            q = query[row : row + 1, :, skip:]
+            k, v = key[row : row + 1], value[row : row + 1]
+            now = slice(past + skip, None)
+            parts = [attend(q, k[:, :, now], v[:, :, now], scale=scale, causal=True, softcap=softcap)]
+            if past > hidden:
+                before = slice(hidden, past)
+                parts.append(attend(q, k[:, :, before], v[:, :, before], scale=scale, softcap=softcap))
+            part_out, part_lse = merge(parts)
+            out[row, :, skip:], lse[row, :, skip:] = part_out[0].to(out.dtype), part_lse[0]
+        if state.store is not None:
+            out, lse = merge([(out, lse), *self._pools(state, layer, query, scale, softcap)])
+        if state.ranker.uses_attention:
+            self._score_ingest(state, layer, query, lse, start, scale, softcap, weights)
+        return out.to(query.dtype)
+
+    def _score_ingest(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        lse: Tensor,
+        start: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> None:
+        staging = state.staging
+        if staging is None:
+            return
+        key, _ = staging.layer(layer)
+        rows = []
+        for row, pad in enumerate(state.pads):
+            rows.append(
+                self.column_masses(
+                    state, query[row : row + 1], key[row : row + 1], lse[row : row + 1], start, pad, scale, softcap, weights
+                )
+            )
+        add_staged(state, layer, group_mean(torch.stack(rows), state.shape.groups))
+        if state.store is not None:
+            score_pools(state, layer, query, lse, scale=scale, softcap=softcap, weights=weights, columns=None)
+
+    def column_masses(
+        self,
+        state: KVState,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor,
+        start: int,
+        pad: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Column sums of one batch row over its staged keys, [H_q, staged columns]."""
+        return prompt_column_masses(
+            query,
+            key,
+            lse,
+            scale=scale,
+            softcap=softcap,
+            query_start=start,
+            key_start=state.staging.start if state.staging is not None else 0,
+            first_valid=pad,
+            weights=weights,
+            power=state.ranker.power,
+        )
+
+
+def score_pools(
+    state: KVState,
+    layer: int,
+    query: Tensor,
+    lse: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    weights: Tensor | None,
+    columns: Tensor | None,
+) -> None:
+    """Adds the masses of queries [B, H_q, T, d] to the pools' windows (deferred scoring).
+
+    `columns` are the queries' columns [T]; None = they all come after every pooled token.
+    """
+    window = state.config.window_size
+    key, _, bias = state.arena(layer)
+    visible = bias >= 0
+    if columns is not None:
+        store, part = state.pool, state.layer_slice(layer)
+        at = store.columns(store.arena_ids[part, : state.arena_used]).flatten(1)
+        at = at.view(state.shape.batch, state.shape.groups, 1, -1)
+        visible = visible & (at <= columns[None, None, :, None])
+    masses = key_masses(
+        query,
+        key,
+        lse,
+        scale=scale,
+        softcap=softcap,
+        visible=visible,
+        weights=weights,
+        power=state.ranker.power,
+    )
+    arena = group_mean(masses, state.shape.groups).unflatten(1, (-1, window)).sum(-1)
+    ledger = None
+    if state.live_used:
+        logits, blocks = ledger_logits(state, layer, query, scale=scale, softcap=softcap)
+        tokens = query.shape[2]
+        normal = lse.reshape(state.shape.rows_per_layer, state.shape.heads, 1, state.group_heads * tokens, 1, 1)
+        mass = logits.sub_(normal).exp_()
+        if state.ranker.power != 1.0:
+            mass = mass**state.ranker.power
+        if weights is not None:
+            mass = mass * weights.repeat(state.group_heads)[:, None, None]
+        # Mean over the group's query heads, sum over queries and tokens: [R, places].
+        total = mass.sum((3, 4)).sum(1) / (state.shape.heads * state.group_heads)
+        ledger = total.reshape(state.shape.rows_per_layer, -1)
+    state.add_scores(layer, arena, ledger)
