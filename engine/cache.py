@@ -262,6 +262,16 @@ class QEvictCache(Cache):
     _model_dtype: torch.dtype = torch.float32
 
     @property
+    def board(self) -> Tensor:
+        """Tier of every block after the newest event, uint8 [N, blocks]: workspace that diagnostics read."""
+        return self._board
+
+    def settle(self) -> None:
+        """Ends a staged prompt now, as the next single-token forward would."""
+        if self._state is not None and self._state.staging is not None:
+            self._route()
+
+    @property
     def scoring_bytes(self) -> int:
         """Workspace of deferred scoring: queries and log-sum-exps since the last event."""
         ring = None if self._state is None else self._state.ring

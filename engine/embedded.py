@@ -259,9 +259,7 @@ def _llama_config(reader: Any, source: Path) -> Any:
     )
 
 
-def _llama_tensors(
-    reader: Any, config: Any, source: Path, progress: ProgressSink | None
-) -> Iterator[tuple[str, Any]]:
+def _llama_tensors(reader: Any, config: Any, source: Path, progress: ProgressSink | None) -> Iterator[tuple[str, Any]]:
     """Yields (name in the checkpoint, float32 tensor) for every tensor of the file."""
     import numpy as np
     import torch

@@ -374,8 +374,19 @@ def _build(body: dict[str, Any]) -> TraceEvent:
             return Keyframe(body["r"], body["t"], tiers, MemoryReading(*body["mem"]), seq)
         case "route":
             moves = np.frombuffer(base64.b64decode(body["b"]), dtype=MIGRATION).copy()
+            promotions, demotions, evictions, aged = body["c"]
             return RoutingEvent(
-                body["r"], body["t"], body["n"], moves, MemoryReading(*body["mem"]), body["ms"], *body["c"], seq
+                body["r"],
+                body["t"],
+                body["n"],
+                moves,
+                MemoryReading(*body["mem"]),
+                body["ms"],
+                promotions,
+                demotions,
+                evictions,
+                aged,
+                seq,
             )
         case "late":
             full, quant, evicted = body["mass"]

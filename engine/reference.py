@@ -1,0 +1,166 @@
+"""FullKV, teacher-forced in chunks: the ground truth of every diagnostic.
+
+The reference keeps the whole cache in full precision and sees the very tokens that the tiered run
+produced, Ω at a time, so it costs far less than a second decode. Its prompt costs nothing: the keys
+and values that the run staged are taken over before they are routed. Attention probabilities exist
+for one layer and one chunk only; `FutureMass` reduces them at once. Batch row 0.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from engine.adapter import TAG, LogicalLength, cache_keyword
+from engine.cache import QEvictCache, QEvictLayer, RoutingRecord
+from engine.errors import CacheUseError
+from engine.metrics.fmm import FutureMass
+from engine.trace import LateMetrics
+
+
+class ReferenceLayer(CacheLayerMixin):
+    """Full keys and values of one managed layer, and what its attention is reduced to."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: Reference, index: int, key: Tensor, value: Tensor, room: int) -> None:
+        super().__init__()
+        self.owner, self.index = owner, index
+        kv, self.seen, dim = key.shape[1], key.shape[2], key.shape[3]
+        self.store_key = torch.empty(kv, self.seen + room, dim, dtype=key.dtype, device=key.device)
+        self.store_value = torch.empty_like(self.store_key)
+        self.store_key[:, : self.seen], self.store_value[:, : self.seen] = key[0], value[0]
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Tags the new keys for our attention function."""
+        tagged = key_states.view_as(key_states)
+        setattr(tagged, TAG, self)
+        return tagged, value_states
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Plain causal attention over everything, with its probabilities handed to the metrics."""
+        heads, tokens, dim = query.shape[1:]
+        begin, end = self.seen, self.seen + tokens
+        if end > self.store_key.shape[1]:
+            more = self.store_key.new_empty(self.store_key.shape[0], max(tokens, 256), dim)
+            self.store_key = torch.cat([self.store_key, more], 1)
+            self.store_value = torch.cat([self.store_value, more.clone()], 1)
+        self.store_key[:, begin:end], self.store_value[:, begin:end] = key[0], value[0]
+        self.seen = end
+        kv = self.store_key.shape[0]
+        grouped = query[0].reshape(kv, heads // kv * tokens, dim).float()
+        logits = (grouped @ self.store_key[:, :end].float().transpose(-1, -2)) * scale
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.view(heads, tokens, end)
+        logits[:, :, begin:] += self.owner.causal(tokens)
+        probs = logits.softmax(-1)
+        self.owner.metrics.observe(self.index, begin, probs)
+        out = probs.view(kv, heads // kv * tokens, end) @ self.store_value[:, :end].float()
+        return out.view(1, heads, tokens, dim).to(query.dtype)
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.seen
+
+    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
+        length = query if isinstance(query, int) else int(query.shape[0])
+        return LogicalLength(self.seen + length), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class Reference:
+    """The FullKV twin of a tiered run.
+
+    Args:
+        model: the model that both run on.
+        cache: the run's cache, with its prompt staged and not yet routed.
+        room: tokens that will come after the prompt.
+        horizon: H of future missed mass.
+
+    Raises:
+        CacheUseError: the prompt is not staged (one token only, or routed already).
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: QEvictCache, room: int, horizon: int) -> None:
+        state = cache.state
+        if state.staging is None or state.staging.start != 0:
+            raise CacheUseError("a reference must be made after the prompt's forward and before its first routing event.")
+        self._decoder = model.base_model
+        self._keyword = cache_keyword(self._decoder)
+        shape = state.shape
+        self._sink_blocks = state.grid.sink_blocks
+        self._rows, self._groups, self._batch = shape.num_layers, shape.groups, shape.batch
+        self.metrics = FutureMass(
+            shape.num_layers,
+            state.num_heads,
+            state.config.window_size,
+            state.config.sink_tokens,
+            horizon=horizon,
+            groups=shape.groups,
+            device=state.device,
+        )
+        layers: list[Any] = []
+        for layer in cache.layers:
+            if isinstance(layer, QEvictLayer):
+                key, value = state.staging.layer(layer.index)
+                layers.append(ReferenceLayer(self, layer.index, key[:1], value[:1], room))
+            else:
+                layers.append(copy.deepcopy(layer))
+        self._cache = Cache(layers=layers)
+        self.columns = state.columns
+        self.seconds = 0.0
+        self._causal: dict[int, Tensor] = {}
+
+    def causal(self, tokens: int) -> Tensor:
+        """Additive mask [T, T] of one chunk on itself."""
+        if tokens not in self._causal:
+            self._causal[tokens] = torch.full((tokens, tokens), -torch.inf, device=self.metrics._device).triu(1)
+        return self._causal[tokens]
+
+    def open(self, record: RoutingRecord) -> None:
+        """Starts the future of a routing event; all its columns must have been observed."""
+        tiers = record.after.view(self._rows, self._batch, self._groups, -1)[:, 0]
+        self.metrics.open(record.event_id, record.columns, tiers)
+
+    @torch.inference_mode()
+    def observe(self, token_ids: list[int]) -> list[LateMetrics]:
+        """Runs the next tokens of the sequence and returns what has become known."""
+        if token_ids:
+            began = time.perf_counter()
+            ids = torch.tensor([token_ids], device=self.metrics._device)
+            positions = torch.arange(self.columns, self.columns + len(token_ids), device=ids.device)[None]
+            self._decoder(input_ids=ids, position_ids=positions, use_cache=True, **{self._keyword: self._cache})
+            self.columns += len(token_ids)
+            self.seconds += time.perf_counter() - began
+        return self.metrics.close_due(self.columns)
+
+    def finish(self) -> list[LateMetrics]:
+        """What is known of the events whose horizon the run's end cut short."""
+        return self.metrics.finish(self.columns)
