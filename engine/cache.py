@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -183,7 +183,7 @@ class QEvictCache(Cache):
         groups = self.config.value_group_size
         if groups is not None and self._head_dim % groups:
             raise ConfigError(f"value_group_size must divide head_dim {self._head_dim}, got {groups}.")
-        self._backend = make_backend(self.config.backend, str(self.device))
+        self._backend = make_backend(self.config.backend, str(self.device), Ranker(self.config), self._head_dim)
         enable(model)
         self.on_route: Callable[[RoutingRecord], None] | None = None
         self.forget()
@@ -195,6 +195,8 @@ class QEvictCache(Cache):
         self._state: KVState | None = None
         self._plans: list[Plan] = []
         self._board = torch.zeros(0, 0, dtype=torch.uint8)
+        self._aged_before = 0
+        self._tail: list[Tensor] = []
         self.num_events = 0
         self.prefill_peak_bytes = 0
         self.route_seconds = 0.0
@@ -292,6 +294,8 @@ class QEvictCache(Cache):
     ) -> Tensor:
         """Stores the new keys and values of one managed layer and attends: [B, H_q, T, d] in and out."""
         tokens = query.shape[2]
+        if tokens == 0:
+            return torch.zeros_like(query)
         if layer == 0:
             self._begin(query, key, mask, position_ids)
         state = self.state
@@ -299,6 +303,7 @@ class QEvictCache(Cache):
         self._scale, self._softcap = scale, softcap
         if state.staging is not None:
             state.staging.write(layer, state.columns - tokens, key, value)
+            self._keep_tail(layer, query)
             weights = state.ranker.prompt_weights(tokens, self.device)
             out = self._backend.ingest(
                 state, layer, query, start=state.columns - tokens, scale=scale, softcap=softcap, weights=weights
@@ -313,18 +318,7 @@ class QEvictCache(Cache):
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
     ) -> Tensor:
         state = self.state
-        store, part, shape = state.pool, state.layer_slice(layer), state.shape
-        slot, inside = state.place
-        size = (shape.rows_per_layer, shape.heads, shape.head_dim)
-        if slot >= 0:
-            store.arena_key[part, :, slot, inside] = key.reshape(size).to(store.dtype)
-            store.arena_value[part, :, slot, inside] = value.reshape(size).to(store.dtype)
-        else:
-            n = torch.arange(part.start, part.stop, device=self.device)
-            last = store.arena_count[part].long() - 1
-            store.arena_key[n, :, last, inside] = key.reshape(size).to(store.dtype)
-            store.arena_value[n, :, last, inside] = value.reshape(size).to(store.dtype)
-        out, lse = self._backend.decode(state, layer, query, scale=scale, softcap=softcap)
+        out, lse = self._backend.decode(state, layer, query, key, value, scale=scale, softcap=softcap)
         if lse is not None and state.ring is not None:
             state.ring.put(layer, query, lse)
         return out
@@ -332,12 +326,18 @@ class QEvictCache(Cache):
     def _begin(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> None:
         """Bookkeeping before the first managed layer of a forward."""
         tokens = query.shape[2]
+        if mask is not None and mask.dim() != 2:
+            raise CacheUseError("a QEvict cache takes a 2D attention mask (padding) only, not a prepared 4D mask.")
         if self._state is None:
             self._start(query, key, mask, position_ids)
         state = self.state
         if query.shape[0] != state.shape.batch:
             raise CacheUseError(f"the cache holds {state.shape.batch} batch rows, a forward of {query.shape[0]} came.")
-        self._rope.ensure(state.columns + tokens)
+        if self._owned[-1].seen != state.columns:
+            raise CacheUseError("an earlier forward with this cache did not finish: call reset() or build another one.")
+        if tokens > 1 and state.columns and mask is not None:
+            _check_padding(mask, state.pads, state.columns + tokens)
+        self._rope.ensure(state.columns + tokens - int(state.shift.min()))
         if tokens == 1:
             self._begin_single(query)
         else:
@@ -401,7 +401,6 @@ class QEvictCache(Cache):
         self._score_ring()
         grid, columns = state.grid, state.columns
         decay = state.ranker.decay**tokens
-        last = self.config.prefill_queries
         if state.staging is None:
             partial = columns > 0 and (columns + grid.offset) % self.config.window_size != 0
             first = grid.block_of(columns - 1) if partial else grid.block_of(columns)
@@ -417,8 +416,6 @@ class QEvictCache(Cache):
                 state.staging.put_block(*taken)
         else:
             state.staging.reserve(columns + tokens)
-            if last is not None and tokens >= last:
-                state.staging.scores.zero_()
         if decay != 1.0:
             state.staging.scores *= decay
             if state.store is not None:
@@ -464,6 +461,32 @@ class QEvictCache(Cache):
             )
         ring.count = 0
 
+    def _keep_tail(self, layer: int, query: Tensor) -> None:
+        """Keeps the last n queries of a prompt whose end is not known yet, where only they count."""
+        last = self.config.prefill_queries
+        if last is None or not self.state.ranker.uses_attention:
+            return
+        if layer == len(self._tail):
+            self._tail.append(query[:, :, -last:].clone())
+        else:
+            self._tail[layer] = torch.cat([self._tail[layer], query], 2)[:, :, -last:].clone()
+
+    def _score_tail(self) -> None:
+        """Scores the prompt by its last n queries, now that it has ended: they attend once more."""
+        state = self.state
+        for layer, query in enumerate(self._tail):
+            count = query.shape[2]
+            self._backend.ingest(
+                state,
+                layer,
+                query,
+                start=state.columns - count,
+                scale=self._scale,
+                softcap=self._softcap,
+                weights=state.ranker.tail_weights(count, self.device),
+            )
+        self._tail = []
+
     # ---- routing ---------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
@@ -489,6 +512,7 @@ class QEvictCache(Cache):
         state = self.state
         staging = state.staging
         if staging is not None:
+            self._score_tail()
             self._allocate()
         store = state.pool
         grid, columns = state.grid, state.columns
@@ -602,7 +626,6 @@ class QEvictCache(Cache):
         self._aged_before = aged
         return before, after, scores[:, :num_blocks]
 
-    _aged_before: int = 0
     _scale: float = 1.0
     _softcap: float | None = None
 
@@ -613,8 +636,6 @@ class QEvictCache(Cache):
         state = self._state
         if state is None:
             return
-        if state.staging is not None and state.store is not None:
-            raise CacheUseError("batch rows can be changed between forwards only, not while a chunk is staged.")
         rows = [int(i) for i in index.tolist()]
         old = state.shape
         shape = PoolShape(old.num_layers, len(rows), old.groups, old.heads, old.head_dim)
@@ -631,28 +652,33 @@ class QEvictCache(Cache):
         if state.store is not None:
             state.store.select_rows(chosen)
             self._plans = state.store.plans
-            state.arena_bias = pick(state.arena_bias)
             self._board = pick(self._board) if self._board.shape[0] else self._board
         if state.ring is not None:
             state.ring.query = state.ring.query.index_select(1, chosen)
             state.ring.lse = state.ring.lse.index_select(1, chosen)
+        self._tail = [query.index_select(0, chosen) for query in self._tail]
         state.shape = shape
         state.pads = [state.pads[i] for i in rows]
         state.shift = state.shift[torch.tensor(rows)]
+        if state.store is not None:
+            # Rows that left may have been the longest, and a lone unpadded row places its tokens by that length.
+            state.refresh()
 
 
 def _larger(old: Plan, new: Plan) -> Plan:
-    """`new` with capacities that are never smaller than `old`'s."""
-    return Plan(
-        new.planned_tokens,
-        max(old.total_bytes, new.total_bytes),
-        new.sink_blocks,
-        old.local_tokens,
-        max(old.local_blocks, new.local_blocks),
-        max(old.full_capacity, new.full_capacity),
-        max(old.quant_capacity, new.quant_capacity),
-        new.costs,
-        new.smallest_bytes,
+    """`new` with capacities that are never smaller than `old`'s, and that fit the larger budget together."""
+    costs, total = new.costs, max(old.total_bytes, new.total_bytes)
+    local_blocks = max(old.local_blocks, new.local_blocks)
+    history = total - (new.sink_blocks + local_blocks) * costs.full
+    full = max(old.full_capacity, min(new.full_capacity, (history - old.quant_capacity * costs.quant) // costs.full))
+    quant = max(old.quant_capacity, min(new.quant_capacity, (history - full * costs.full) // costs.quant))
+    return replace(
+        new,
+        total_bytes=total,
+        local_tokens=old.local_tokens,
+        local_blocks=local_blocks,
+        full_capacity=full,
+        quant_capacity=quant,
     )
 
 
@@ -700,16 +726,21 @@ def _left_pads(mask: Tensor | None, batch: int, tokens: int) -> list[int]:
     """
     if mask is None:
         return [0] * batch
-    if mask.dim() != 2:
-        raise CacheUseError("a QEvict cache takes a 2D attention mask (padding) only, not a prepared 4D mask.")
-    seen = mask[:, :tokens].bool()
-    pads = (~seen).sum(1)
-    plain = torch.arange(tokens, device=mask.device)[None, :] >= pads[:, None]
-    if not torch.equal(seen, plain):
-        raise CacheUseError("padding must be on the left: set tokenizer.padding_side = 'left'.")
-    if bool((pads >= tokens).any()):
-        raise CacheUseError("a batch row is all padding: every row needs at least one token.")
-    return [int(p) for p in pads.tolist()]
+    pads = [int(p) for p in (~mask[:, :tokens].bool()).sum(1).tolist()]
+    _check_padding(mask, pads, tokens)
+    if max(pads) >= tokens:
+        raise CacheUseError(
+            f"every batch row needs a token in the first forward; a row begins with {max(pads)} columns of padding and "
+            f"{tokens} came: take a prefill chunk longer than the padding."
+        )
+    return pads
+
+
+def _check_padding(mask: Tensor, pads: list[int], columns: int) -> None:
+    """Raises a `CacheUseError` where the mask hides anything but the padding on the left."""
+    wanted = torch.arange(columns, device=mask.device)[None] >= torch.tensor(pads, device=mask.device)[:, None]
+    if not torch.equal(mask[:, :columns].bool(), wanted.expand(mask.shape[0], -1)[:, : mask.shape[1]]):
+        raise CacheUseError("padding must be on the left and stay: set tokenizer.padding_side = 'left'.")
 
 
 def _shift(position_ids: Tensor | None, batch: int, tokens: int) -> Tensor:

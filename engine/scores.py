@@ -50,15 +50,15 @@ class Ranker:
         return self.decay**age
 
     def prompt_weights(self, queries: int, device: torch.device) -> Tensor | None:
-        """The same for the queries of a prompt, of which only the last n may count."""
+        """The same for the queries of a prompt; all 0 where only its last n count, known when it ends."""
+        if self.config.prefill_queries is None:
+            return self.query_weights(queries, device)
+        return torch.zeros(queries, device=device)
+
+    def tail_weights(self, queries: int, device: torch.device) -> Tensor:
+        """Weights of a prompt's last n queries, scored when it has ended."""
         weights = self.query_weights(queries, device)
-        last = self.config.prefill_queries
-        if last is None or last >= queries:
-            return weights
-        if weights is None:
-            weights = torch.ones(queries, device=device)
-        weights[: queries - last] = 0.0
-        return weights
+        return torch.ones(queries, device=device) if weights is None else weights
 
     def rank(self, scores: Tensor, first_columns: Tensor, seq_len: int) -> Tensor:
         """What windows are ranked by; `age_normalised` divides by the queries that could see the window."""

@@ -12,11 +12,12 @@ from typing import Protocol
 
 from torch import Tensor
 
-from engine.attention import flash2
+from engine.attention import flash2, fused
 from engine.attention.eager import EagerBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.state import KVState
 from engine.errors import BackendError
+from engine.scores import Ranker
 
 
 class AttentionBackend(Protocol):
@@ -30,7 +31,15 @@ class AttentionBackend(Protocol):
     scores_in_step: bool
 
     def decode(
-        self, state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]: ...
 
     def ingest(
@@ -46,30 +55,26 @@ class AttentionBackend(Protocol):
     ) -> Tensor: ...
 
 
-def unavailable(name: str, device: str) -> str | None:
+def unavailable(name: str, device: str, head_dim: int | None = None) -> str | None:
     """Why backend `name` cannot run on `device`, as one sentence; None where it can."""
     if name in ("eager", "sdpa"):
         return None
     if name == "flash2":
         return flash2.unavailable(device)
     if name == "fused":
-        try:
-            from engine.attention import fused
-        except ImportError:
-            return "backend fused is not built in this installation; use sdpa."
-        return fused.unavailable(device)
+        return fused.unavailable(device, head_dim)
     return f"unknown backend {name!r}."
 
 
-def make_backend(name: str, device: str) -> AttentionBackend:
+def make_backend(name: str, device: str, ranker: Ranker, head_dim: int) -> AttentionBackend:
     """The backend called `name`; "auto" takes fused where it runs, else sdpa.
 
     Raises:
         BackendError: it cannot run here; the text says what is missing.
     """
     if name == "auto":
-        name = "sdpa" if unavailable("fused", device) else "fused"
-    reason = unavailable(name, device)
+        name = "sdpa" if unavailable("fused", device, head_dim) else "fused"
+    reason = unavailable(name, device, head_dim)
     if reason is not None:
         raise BackendError(reason)
     if name == "eager":
@@ -78,6 +83,4 @@ def make_backend(name: str, device: str) -> AttentionBackend:
         return SdpaBackend()
     if name == "flash2":
         return flash2.make()
-    from engine.attention.fused import FusedBackend
-
-    return FusedBackend()
+    return fused.FusedBackend(ranker)

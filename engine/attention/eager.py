@@ -23,9 +23,18 @@ class EagerBackend:
     scores_in_step = True
 
     def decode(
-        self, state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One query per row, [B, H_q, 1, d] → (out, None); adds its masses to the scores."""
+        """Stores one token per row; query [B, H_q, 1, d] → (out, None); adds its masses to the scores."""
+        state.append(layer, key, value)
         return self._attend(state, layer, query, scale, softcap, start=state.columns - 1, weights=None), None
 
     def ingest(
@@ -139,17 +148,17 @@ class EagerBackend:
             part = rows[:, arena : arena + ledger].unflatten(1, (-1, window)).sum(-1)
             state.add_scores(layer, None, part)
         if state.staging is not None:
-            add_staged(state, layer, rows[:, arena + ledger :])
+            scores = state.staging.layer_scores(layer)
+            scores += block_sums(state, rows[:, arena + ledger :])
 
 
-def add_staged(state: KVState, layer: int, masses: Tensor) -> None:
-    """Adds column masses [B·G, staged columns] to the staged blocks of a layer."""
+def block_sums(state: KVState, masses: Tensor) -> Tensor:
+    """Column masses over staged columns [R, columns], summed by block: [R, staged blocks]."""
     staging = state.staging
     if staging is None:
-        return
+        raise RuntimeError("nothing is staged")
     window = state.config.window_size
     front = staging.start - state.grid.first_column(staging.first_block)
-    scores = staging.layer_scores(layer)
-    total = scores.shape[1] * window
+    total = staging.scores.shape[1] * window
     padded = torch.nn.functional.pad(masses, (front, total - front - masses.shape[1]))
-    scores += padded.unflatten(1, (-1, window)).sum(-1)
+    return padded.unflatten(1, (-1, window)).sum(-1)

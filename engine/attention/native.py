@@ -73,6 +73,7 @@ def _open() -> tuple[ctypes.CDLL | None, str | None]:
     library.qevict_use.argtypes = [ctypes.c_char_p]
     library.qevict_isa.restype = ctypes.c_char_p
     library.qevict_set_threads.argtypes = [_INT]
+    library.qevict_set_team.argtypes = [_PTR]
     library.qevict_decode.argtypes = [
         _PTR, _PTR, _INT, _PTR, _PTR, _INT, _PTR, _INT, _INT, _INT, _PTR, _PTR, _PTR, _PTR,
     ]  # fmt: skip
@@ -87,6 +88,28 @@ def _open() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 _library, _reason = _open()
+
+
+def _torch_team() -> int:
+    """Address of the entry point of the OpenMP runtime that torch itself has loaded; 0 where there is none."""
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        try:
+            entry = ctypes.CDLL(str(path)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        return ctypes.cast(entry, _PTR).value or 0
+    return 0
+
+
+def share_torch_threads(share: bool) -> bool:
+    """Whether calls run on torch's own OpenMP threads from now on, or on a small pool of ours.
+
+    Torch's threads are awake after its own operations, and two pools would fight for the same cores; ours never
+    waits for a thread that is slow to wake. Returns what is in force: False where torch brings no such runtime.
+    """
+    entry = _torch_team() if share else 0
+    _loaded().qevict_set_team(entry or None)
+    return bool(entry)
 
 
 def available() -> bool:

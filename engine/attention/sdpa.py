@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.attention.eager import add_staged
+from engine.attention.eager import block_sums
 from engine.attention.ledger import attend_ledger, ledger_logits
 from engine.attention.softmax import NO_KEYS, attend, merge
 from engine.attention.state import KVState
@@ -24,9 +24,18 @@ class SdpaBackend:
     scores_in_step = False
 
     def decode(
-        self, state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One query per row, [B, H_q, 1, d] → (out, lse [B, H_q])."""
+        """Stores one token per row; query [B, H_q, 1, d] → (out, lse [B, H_q])."""
+        state.append(layer, key, value)
         out, lse = merge(self._pools(state, layer, query, scale, softcap))
         return out.to(query.dtype), lse[..., 0]
 
@@ -100,42 +109,54 @@ class SdpaBackend:
         if staging is None:
             return
         key, _ = staging.layer(layer)
-        rows = []
+        scores = staging.layer_scores(layer)
+        groups = state.shape.groups
         for row, pad in enumerate(state.pads):
-            rows.append(
-                self.column_masses(
-                    state, query[row : row + 1], key[row : row + 1], lse[row : row + 1], start, pad, scale, softcap, weights
-                )
+            one = slice(row, row + 1)
+            scores[row * groups : (row + 1) * groups] += self.staged_masses(
+                state,
+                query[one],
+                key[one],
+                lse[one],
+                start=start,
+                pad=pad,
+                scale=scale,
+                softcap=softcap,
+                weights=weights,
             )
-        add_staged(state, layer, group_mean(torch.stack(rows), state.shape.groups))
         if state.store is not None:
             score_pools(state, layer, query, lse, scale=scale, softcap=softcap, weights=weights, columns=None)
 
-    def column_masses(
+    def staged_masses(
         self,
         state: KVState,
         query: Tensor,
         key: Tensor,
         lse: Tensor,
+        *,
         start: int,
         pad: int,
         scale: float,
         softcap: float | None,
         weights: Tensor | None,
     ) -> Tensor:
-        """Column sums of one batch row over its staged keys, [H_q, staged columns]."""
-        return prompt_column_masses(
+        """Block sums of one batch row's queries [1, H_q, T, d] over its staged keys, [G, blocks]."""
+        staging = state.staging
+        if staging is None:
+            raise RuntimeError("prompt scores need staged keys")
+        columns = prompt_column_masses(
             query,
             key,
             lse,
             scale=scale,
             softcap=softcap,
             query_start=start,
-            key_start=state.staging.start if state.staging is not None else 0,
+            key_start=staging.start,
             first_valid=pad,
             weights=weights,
             power=state.ranker.power,
         )
+        return block_sums(state, group_mean(columns[None], state.shape.groups))
 
 
 def score_pools(

@@ -66,7 +66,11 @@ def _flash_cpu(
     if fold:
         query = query.reshape(batch, kv, heads // kv, dim)
     if bias is not None:
-        bias = bias.to(query.dtype).expand(batch, -1, query.shape[2], -1)
+        # float16 would turn the bias into -inf, and a row that sees nothing into a log-sum-exp of 0.
+        bias = bias.clamp_min(torch.finfo(query.dtype).min / 2).to(query.dtype)
+        if bias.shape[1] not in (1, query.shape[1]):
+            bias = bias.repeat_interleave(query.shape[1] // bias.shape[1], 1)
+        bias = bias.expand(batch, -1, query.shape[2], -1)
     # A strided head axis is fine, a strided channel axis is not.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=bias, scale=scale

@@ -27,6 +27,7 @@ class KVState:
         pads: left-padding columns of each batch row; shift: column minus position of each row.
         arena_bias: [N, S·Ω], 0 where a token may be attended to, else `LOW_BIAS`.
         arena_used, live_used: largest occupied counts over rows, as host integers.
+        place: (arena slot, place inside the block) of the newest token; slot -1 where rows differ.
     """
 
     config: QEvictConfig
@@ -98,6 +99,21 @@ class KVState:
         value = store.arena_value[part, :, : self.arena_used].reshape(kv)
         bias = self.arena_bias[part, :count].view(shape.batch, shape.groups, 1, count)
         return key, value, bias
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Stores the newest token of a layer, [B, H_kv, 1, d], in the open block of every row."""
+        store, part, shape = self.pool, self.layer_slice(layer), self.shape
+        slot, inside = self.place
+        size = (shape.rows_per_layer, shape.heads, shape.head_dim)
+        key, value = key.reshape(size).to(store.dtype), value.reshape(size).to(store.dtype)
+        if slot >= 0:
+            store.arena_key[part, :, slot, inside] = key
+            store.arena_value[part, :, slot, inside] = value
+            return
+        n = torch.arange(part.start, part.stop, device=self.device)
+        last = store.arena_count[part].long() - 1
+        store.arena_key[n, :, last, inside] = key
+        store.arena_value[n, :, last, inside] = value
 
     def add_scores(self, layer: int, arena: Tensor | None, ledger: Tensor | None) -> None:
         """Adds window masses [B·G, slots] of one layer, to live windows only."""

@@ -58,6 +58,7 @@ EXPORT int qevict_use(const char *name) {
 
 EXPORT const char *qevict_isa(void) { return (unit ? unit : best())->name; }
 EXPORT void qevict_set_threads(int count) { threads = count < 1 ? 1 : count; }
+EXPORT void qevict_set_team(qe_team entry) { qe_set_team(entry); }
 EXPORT int qevict_threads(void) { return threads; }
 
 static int64_t rounded(int64_t floats) { return (floats + 15) & ~(int64_t)15; }

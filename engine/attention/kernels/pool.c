@@ -16,6 +16,13 @@
 
 #define MAX_THREADS 64
 
+/* Where torch brings an OpenMP team, its threads do the work: they are awake already, and a second pool beside
+ * them would fight for the same cores. The entry point is handed over by the caller; nothing links to OpenMP.
+ */
+static qe_team team = NULL;
+
+void qe_set_team(qe_team entry) { team = entry; }
+
 /* Scratch that belongs to the calling thread and only grows. */
 static _Thread_local struct {
     void *raw;
@@ -45,24 +52,24 @@ static void alone(qe_body body, void *context, int64_t tasks, int64_t scratch_fl
 typedef struct {
     qe_body body;
     void *context;
-    int64_t tasks, scratch_floats;
+    int64_t tasks, scratch_floats, next;
 } job;
 
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* one caller uses the pool at a time */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t wake = PTHREAD_COND_INITIALIZER, done = PTHREAD_COND_INITIALIZER;
-static job current;
-static int64_t next_task;
+static job *current;
 static int started, wanted, inside;
 static uint64_t generation;
 static int guarded;
 
-static void work(const job *j) {
+static void work(void *argument) {
+    job *j = argument;
     float *scratch = qe_scratch(0, j->scratch_floats);
     if (!scratch) return;
-    int64_t task = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);
+    int64_t task = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
     while (task < j->tasks) { /* the next task is claimed early, so that its data can be fetched ahead */
-        int64_t next = __atomic_fetch_add(&next_task, 1, __ATOMIC_RELAXED);
+        int64_t next = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED);
         j->body(j->context, task, next < j->tasks ? next : -1, scratch);
         task = next;
     }
@@ -79,9 +86,9 @@ static void *worker(void *argument) {
         }
         seen = generation;
         inside++;
-        job j = current;
+        job *j = current;
         pthread_mutex_unlock(&lock);
-        work(&j);
+        work(j);
         pthread_mutex_lock(&lock);
         if (--inside == 0) pthread_cond_signal(&done);
     }
@@ -116,19 +123,27 @@ static void start(int workers) {
 void qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads) {
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (threads > tasks) threads = (int)tasks;
-    if (threads <= 1 || pthread_mutex_trylock(&busy)) {
+    job j = {body, context, tasks, scratch_floats, 0};
+    if (threads <= 1) {
+        alone(body, context, tasks, scratch_floats);
+        return;
+    }
+    if (team) {
+        team(work, &j, (unsigned)threads, 0);
+        return;
+    }
+    if (pthread_mutex_trylock(&busy)) {
         alone(body, context, tasks, scratch_floats);
         return;
     }
     start(threads - 1);
     pthread_mutex_lock(&lock);
-    current = (job){body, context, tasks, scratch_floats};
-    next_task = 0;
+    current = &j;
     wanted = threads - 1;
     generation++;
     pthread_cond_broadcast(&wake);
     pthread_mutex_unlock(&lock);
-    work(&current);
+    work(&j);
     /* A worker that wakes late finds no task left. Those inside finish at most the two tasks they hold. */
     for (int i = 0; i < 2000 && __atomic_load_n(&inside, __ATOMIC_ACQUIRE); i++)
         if (i % 64 == 63) sched_yield();

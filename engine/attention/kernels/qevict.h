@@ -103,6 +103,8 @@ extern const qe_unit qe_unit_portable, qe_unit_avx2, qe_unit_avx512;
 /* pool.c: runs body(context, task, next, scratch) for every task; `next` is the task this thread takes after it. */
 typedef void (*qe_body)(void *context, int64_t task, int64_t next, float *scratch);
 void qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads);
+typedef void (*qe_team)(void (*body)(void *), void *context, unsigned threads, unsigned flags); /* GOMP_parallel */
+void qe_set_team(qe_team entry);
 float *qe_scratch(int which, int64_t floats);
 
 #endif

@@ -1,0 +1,166 @@
+"""The compiled path on a CPU: one pass over arena and packed codes, window masses as a by-product.
+
+Decode appends the new token, attends and scores in one call of `native.py`. A ranker that needs
+powers of probabilities takes the deferred way instead. Prompts run through torch's flash kernel, and
+their column masses through a compiled kernel that works below the diagonal only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.attention import native
+from engine.attention.sdpa import SdpaBackend
+from engine.attention.state import KVState
+from engine.scores import Ranker
+
+
+@dataclass(slots=True)
+class _Bound:
+    """A layer's plan and what it was bound to."""
+
+    plan: native.DecodePlan
+    stamp: tuple[int, ...]
+    arena_scores: Tensor
+    ledger_scores: Tensor | None
+
+
+class FusedBackend(SdpaBackend):
+    """Compiled decode and prompt scoring on a CPU."""
+
+    name = "fused"
+
+    def __init__(self, ranker: Ranker) -> None:
+        self.scores_in_step = ranker.power == 1.0
+        self._masses = ranker.uses_attention and self.scores_in_step
+        self._bound: dict[int, _Bound] = {}
+        native.set_threads(torch.get_num_threads())
+
+    def decode(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Stores one token per row, [B, H_kv, 1, d], and attends for query [B, H_q, 1, d]."""
+        bound = self._bind(state, layer, scale, softcap)
+        slot, inside = state.place
+        open_slot: int | Tensor = slot
+        if slot < 0:
+            open_slot = state.pool.arena_count[state.layer_slice(layer)] - 1
+        masses = self._masses and bound.ledger_scores is not None
+        out, lse = bound.plan.decode(
+            query,
+            state.columns,
+            key=key,
+            value=value,
+            slot=open_slot,
+            offset=inside,
+            arena_mass=bound.arena_scores if masses else None,
+            ledger_mass=bound.ledger_scores if masses else None,
+        )
+        out = out.view(query.shape)
+        return (out if out.dtype == query.dtype else out.to(query.dtype)), (None if self.scores_in_step else lse)
+
+    def _bind(self, state: KVState, layer: int, scale: float, softcap: float | None) -> _Bound:
+        store, rope = state.pool, state.rope
+        stamp = (store.arena_key.data_ptr(), store.ledger_ids.data_ptr(), rope.cos.data_ptr(), state.shape.batch)
+        bound = self._bound.get(layer)
+        if bound is not None and bound.stamp == stamp:
+            return bound
+        part, shape = state.layer_slice(layer), state.shape
+        plan = native.DecodePlan(
+            native.Shape(
+                batch=shape.batch,
+                num_heads=state.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                window_size=state.config.window_size,
+                rows_per_batch=shape.groups,
+                bits=state.config.bits,
+                value_groups=store.value_groups,
+                rotary_dim=2 * rope.half,
+                grid_offset=state.grid.offset,
+                scale=scale,
+                softcap=softcap or 0.0,
+                rope_scale=rope.scale,
+            ),
+            rope.cos,
+            rope.sin,
+        )
+        ledger = None
+        if store.quant_slots:
+            ledger = native.LedgerTensors(
+                store.key_codes[part],
+                store.key_scale[part],
+                store.key_zero[part],
+                store.value_codes[part],
+                store.value_scale[part],
+                store.value_zero[part],
+                store.ledger_ids[part],
+                store.live_count[part],
+            )
+        plan.bind(
+            store.arena_key[part],
+            store.arena_value[part],
+            store.arena_ids[part],
+            store.arena_count[part],
+            state.rows(torch.tensor(state.pads))[part].to(torch.int32),
+            ledger,
+        )
+        bound = _Bound(plan, stamp, store.arena_scores[part], store.ledger_scores[part])
+        self._bound[layer] = bound
+        return bound
+
+    def staged_masses(
+        self,
+        state: KVState,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor,
+        *,
+        start: int,
+        pad: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Block sums of one batch row's queries over its staged keys, [G, blocks], compiled."""
+        staging = state.staging
+        if staging is None:
+            raise RuntimeError("prompt scores need staged keys")
+        first = staging.start
+        skip = min(max(0, pad - start), query.shape[2])
+        return native.column_masses(
+            query[0, :, skip:],
+            key[0],
+            lse[0, :, skip:],
+            scale=scale,
+            window_size=state.config.window_size,
+            grid_offset=first - state.grid.first_column(staging.first_block),
+            first_query_column=start + skip - first,
+            first_column=max(0, pad - first),
+            groups=state.shape.groups,
+            softcap=softcap or 0.0,
+            weights=None if weights is None else weights[skip:],
+            power=state.ranker.power,
+        )
+
+
+def unavailable(device: str, head_dim: int | None = None) -> str | None:
+    """Why the fused backend cannot run on `device`, as a sentence; None where it can."""
+    if device != "cpu":
+        return f"backend fused runs on a CPU in this release, and this run is on {device}; use sdpa or flash2."
+    if not native.available():
+        return f"backend fused cannot run: {native.reason()}."
+    if head_dim is not None and head_dim % native.LANES:
+        return f"backend fused needs a head_dim that is a multiple of {native.LANES}, got {head_dim}; use sdpa."
+    return None
