@@ -137,7 +137,7 @@ def make_plan(config: QEvictConfig, shape: KVShape, prompt_tokens: int, *, padde
     local_blocks = (local + config.interval) // config.window_size
     history = total - (sink_blocks + local_blocks) * costs.full
     if history < window:
-        share = _share_up(smallest, full_total)
+        share = _feasible_share(config, costs, sink_blocks, window, smallest, full_total)
         raise BudgetError(
             f"kv_budget must hold sink, local region and one window: {total:,} bytes per layer came, the smallest "
             f"feasible is {smallest:,}, a budget of {share:.4g} of the full cache at {planned:,} planned tokens. "
@@ -171,6 +171,10 @@ def _split(config: QEvictConfig, costs: WindowCosts, history: int, most: int) ->
         left += costs.quant
         if left >= costs.full and full < most:
             full, left = full + 1, left - costs.full
+    if full + quant == most and costs.full > costs.quant:
+        # Every window is resident: what is left over still buys precision.
+        swaps = min(quant, left // (costs.full - costs.quant))
+        full, quant = full + swaps, quant - swaps
     return full, quant
 
 
@@ -213,6 +217,15 @@ def _smallest_total(config: QEvictConfig, costs: WindowCosts, sink_blocks: int, 
         total = need
 
 
-def _share_up(part: int, whole: int) -> float:
-    """part / whole, rounded up to 1e-4 so that the named budget really works."""
-    return -(-part * 10_000 // max(1, whole)) / 10_000
+def _feasible_share(
+    config: QEvictConfig, costs: WindowCosts, sink_blocks: int, window: int, smallest: int, whole: int
+) -> float:
+    """The smallest feasible share in steps of 1e-4: rounding up may let the local region grow, and need more."""
+    steps = -(-smallest * 10_000 // max(1, whole))
+    while steps < 10_000:
+        total = int(steps / 10_000 * whole + 1e-6)
+        blocks = sink_blocks + (_local_tokens(config, costs, total) + config.interval) // config.window_size
+        if total >= blocks * costs.full + window:
+            break
+        steps += 1
+    return steps / 10_000

@@ -1,7 +1,8 @@
 """The embedded model: SmolLM2-135M-Instruct out of a GGUF file that a Python package ships.
 
 The 4-bit file is read once, widened to float32 and kept as safetensors in a cache folder, so that every later load
-is a plain one; its codes are kept beside it as they are. Only the llama layout is known here, and only without scaled RoPE: that is what the file holds.
+is a plain one; its codes are kept beside it as they are. Only the llama layout is known here, and only without scaled
+RoPE: that is what the file holds.
 Knows nothing of devices, dtypes or caches of keys and values.
 """
 
@@ -20,7 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from engine import gguf_codes
 from engine.errors import ModelError, ModelNotFoundError
 from engine.trace import Progress
 
@@ -51,6 +51,10 @@ _LLAMA_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+
+
+_CONTROL_TOKEN = 3
+"""GGUF's number for a token that is no text, such as the end of a turn."""
 
 
 def cache_root() -> Path:
@@ -181,7 +185,7 @@ def _write_converted(source: Path, part: Path, progress: ProgressSink | None) ->
         config = _llama_config(reader, source)
         codes: dict[str, Any] = {}
         tensors = dict(_llama_tensors(reader, config, source, progress, codes))
-        tokenizer = _tokenizer(source)
+        tokenizer = _tokenizer(reader, source)
     tokenizer.model_max_length = config.max_position_embeddings
     config.save_pretrained(part)
     tokenizer.save_pretrained(part)
@@ -268,10 +272,12 @@ def _llama_config(reader: Any, source: Path) -> Any:
 def _llama_tensors(
     reader: Any, config: Any, source: Path, progress: ProgressSink | None, codes: dict[str, Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields (name in the checkpoint, float32 tensor) for every tensor of the file, and puts its 4-bit ones in `codes`."""
+    """Yields (name in the checkpoint, float32 tensor) for every tensor of the file; 4-bit ones go to `codes` too."""
     import numpy as np
     import torch
     from gguf.quants import dequantize
+
+    from engine import gguf_codes
 
     total = len(reader.tensors)
     for done, tensor in enumerate(reader.tensors, start=1):
@@ -307,10 +313,40 @@ def _halves_from_pairs(values: Any, num_heads: int) -> Any:
     return values.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _tokenizer(source: Path) -> Any:
-    from transformers import AutoTokenizer
+def _tokenizer(reader: Any, source: Path) -> Any:
+    """A byte-level BPE tokenizer from the file's own vocabulary, merges, special tokens and chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
 
-    return AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name)
+    kind = _field(reader, "tokenizer.ggml.model", source)
+    if kind != "gpt2":
+        raise ModelError(f"{source} has a {kind!r} tokenizer; only byte-level BPE is read: give the original folder.")
+    pieces: list[str] = _field(reader, "tokenizer.ggml.tokens", source)
+    types: list[int] = _field(reader, "tokenizer.ggml.token_type", source)
+    merges: list[str] = _field(reader, "tokenizer.ggml.merges", source)
+    pairs = [(left, right) for left, _, right in (merge.partition(" ") for merge in merges)]
+    vocab = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=pairs))
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if _optional(reader, "tokenizer.ggml.pre") == "smollm":
+        # The rule of this family: every digit stands alone, before words are cut.
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    control = [piece for piece, type_ in zip(pieces, types, strict=True) if type_ == _CONTROL_TOKEN]
+    tokenizer.add_special_tokens([AddedToken(piece, special=True, normalized=False) for piece in control])
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    special = {
+        ours: pieces[int(_field(reader, f"tokenizer.ggml.{name}_token_id", source))] for ours, name in names.items()
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, chat_template=_optional(reader, "tokenizer.chat_template"), **special
+    )
+
+
+def _optional(reader: Any, name: str) -> Any:
+    field = reader.get_field(name)
+    return None if field is None else field.contents()
 
 
 def _sample(path: Path) -> str:

@@ -407,6 +407,7 @@ class _Run:
             "model": self.loaded.name,
             "device": self.loaded.device,
             "dtype": self.loaded.dtype,
+            "weights": self.loaded.weights,
             "threads": torch.get_num_threads(),
             **self.config.to_dict(),
             **{f"run_{name}": value for name, value in asdict(self.options).items()},

@@ -58,6 +58,8 @@ class LoadedModel:
         dtype: "float32", "float16" or "bfloat16".
         fingerprint: 16 hex digits of a SHA-256 over the configuration and a fixed sample of every weight.
         max_positions: longest sequence that the model was made for, in tokens.
+        weights: form of the linear layers: "int4", "float16", "bfloat16", or the dtype where they are unchanged.
+        weights_error: relative error of the logits that the form costs, None where it is exact.
     """
 
     model: PreTrainedModel
@@ -68,6 +70,8 @@ class LoadedModel:
     dtype: str
     fingerprint: str
     max_positions: int
+    weights: str = "float32"
+    weights_error: float | None = None
 
 
 def load_model(
@@ -75,6 +79,7 @@ def load_model(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
     progress: embedded.ProgressSink | None = None,
 ) -> LoadedModel:
     """The model called `name`, ready to run.
@@ -83,6 +88,8 @@ def load_model(
         name: "embedded", a folder with a checkpoint, or a name on the hub ("owner/model").
         device: "auto" takes cuda, else mps, else cpu; "cuda:1" names one of several.
         dtype: "auto" takes float32 on the CPU, the checkpoint's own elsewhere.
+        weights: form of the linear layers, see `engine.weights`; "auto" takes the embedded model's own 4-bit codes on
+            the CPU where they are faster and nobody asked for a dtype, and leaves every other model as it is.
         progress: told how far the stages "convert" (first use of the embedded model) and "load" have come.
 
     Raises:
@@ -90,7 +97,7 @@ def load_model(
         ModelTooLargeError: the weights do not fit the free memory.
         UnsupportedModelError: not a causal language model, or one that needs code of its own.
         ModelError: a broken checkpoint or tokenizer.
-        ConfigError: an unknown device or dtype.
+        ConfigError: an unknown device, dtype or form of weights, or one that cannot be had here.
     """
     if not name.strip():
         raise ModelNotFoundError('the model name is empty: give "embedded", a folder, or a name such as owner/model.')
@@ -98,9 +105,10 @@ def load_model(
     if dtype not in DTYPES:
         raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}.")
     if name == EMBEDDED:
-        return _load_embedded(chosen_device, dtype, progress)
+        return _load_embedded(chosen_device, dtype, weights, progress)
     where, local_only = _locate(name)
-    return _load(name, where, Path(name).name if "/" in name else name, chosen_device, dtype, local_only, progress)
+    label = Path(name).name if "/" in name else name
+    return _load(name, where, label, chosen_device, dtype, weights, local_only, progress)
 
 
 def choose_device(device: str) -> str:
@@ -127,17 +135,17 @@ def choose_device(device: str) -> str:
     return device
 
 
-def _load_embedded(device: str, dtype: str, progress: embedded.ProgressSink | None) -> LoadedModel:
+def _load_embedded(device: str, dtype: str, weights: str, progress: embedded.ProgressSink | None) -> LoadedModel:
     """Loads the converted folder; one that turns out broken is built once more."""
     folder = embedded.ensure_converted(progress)
     label = f"{embedded.LABEL} (embedded)"
     try:
-        return _load(EMBEDDED, str(folder), label, device, dtype, True, progress)
+        return _load(EMBEDDED, str(folder), label, device, dtype, weights, True, progress)
     except (ModelTooLargeError, ConfigError):
         raise
     except EngineError:
         folder = embedded.ensure_converted(progress, rebuild=True)
-        return _load(EMBEDDED, str(folder), label, device, dtype, True, progress)
+        return _load(EMBEDDED, str(folder), label, device, dtype, weights, True, progress)
 
 
 def _locate(name: str) -> tuple[str, bool]:
@@ -174,10 +182,13 @@ def _load(
     label: str,
     device: str,
     dtype: str,
+    weights: str,
     local_only: bool,
     progress: embedded.ProgressSink | None,
 ) -> LoadedModel:
     from transformers import AutoConfig, AutoTokenizer
+
+    from engine.weights import settle
 
     tell = progress or (lambda _: None)
     options = {"local_files_only": local_only, "trust_remote_code": False}
@@ -195,6 +206,10 @@ def _load(
         moved.to(device).eval()
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    short_id = fingerprint(model)
+    codes = Path(where) / embedded.CODES if local_only else None
+    with _explained(name, local_only):
+        settled = settle(model, tokenizer, weights, dtype_asked=dtype, fingerprint=short_id, codes_file=codes)
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -202,8 +217,10 @@ def _load(
         label=label,
         device=device,
         dtype=str(torch_dtype).removeprefix("torch."),
-        fingerprint=fingerprint(model),
+        fingerprint=short_id,
         max_positions=max_positions(model.config),
+        weights=settled.path,
+        weights_error=settled.error,
     )
     tell(Progress("load", 3, 3))
     return loaded

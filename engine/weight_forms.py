@@ -47,7 +47,8 @@ class CodedRows:
         return whole and in_features // groups in _GROUP_SIZES and out_features % _OUT_MULTIPLE == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.ops.aten._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), self.packed, self.group, self.scales)
+        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
+        out: Tensor = kernel(x.to(torch.bfloat16), self.packed, self.group, self.scales)
         return out.to(x.dtype)
 
     @property

@@ -19,7 +19,7 @@ from engine.errors import BackendError
 LANES = 16
 ISA_VARIABLE = "QEVICT_ISA"
 ISAS = ("portable", "avx2", "avx512")
-_ABI = 3
+_ABI = 4
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT = ctypes.c_int
 _PTR = ctypes.c_void_p
@@ -48,7 +48,9 @@ class _Columns(ctypes.Structure):
         ("query", _PTR), ("key", _PTR),
         *((name, ctypes.c_int64) for name in (
             "query_head_stride", "query_row_stride", "key_head_stride", "key_row_stride")),
-        *((name, _PTR) for name in ("lse", "weights", "mass")),
+        *((name, _PTR) for name in ("lse", "weights", "mass", "value", "out", "lse_out")),
+        *((name, ctypes.c_int64) for name in (
+            "value_head_stride", "value_row_stride", "out_head_stride", "out_row_stride")),
     ]  # fmt: skip
 
 
@@ -68,7 +70,7 @@ def _open() -> tuple[ctypes.CDLL | None, str | None]:
         abi = int(library.qevict_abi())
     except (OSError, AttributeError) as error:
         return None, f"the compiled CPU kernels at {path.name} cannot be loaded: {error}"
-    if abi != _ABI * 1000 + ctypes.sizeof(_Plan):
+    if abi != _ABI * 10_000 + ctypes.sizeof(_Plan) + ctypes.sizeof(_Columns):
         return None, f"the compiled CPU kernels at {path.name} belong to another version; reinstall the package"
     library.qevict_use.argtypes = [ctypes.c_char_p]
     library.qevict_isa.restype = ctypes.c_char_p
@@ -81,6 +83,7 @@ def _open() -> tuple[ctypes.CDLL | None, str | None]:
         _PTR, _INT, _PTR, _PTR, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _FLOAT, _PTR, _PTR,
     ]  # fmt: skip
     library.qevict_columns.argtypes = [ctypes.POINTER(_Columns)]
+    library.qevict_prefill.argtypes = [ctypes.POINTER(_Columns)]
     wanted = os.environ.get(ISA_VARIABLE, "").strip().lower()
     if library.qevict_use(wanted.encode()):
         return None, f"{ISA_VARIABLE}={wanted} asks for kernels that this build or processor lacks; known: {ISAS}"
@@ -435,6 +438,12 @@ def full_decode(
     return out, lse
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in float32 with adjacent channels; rows and heads may lie anywhere."""
+    tensor = tensor.float()
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def column_masses(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -475,9 +484,7 @@ def column_masses(
         raise BackendError(
             f"query {tuple(query.shape)}, key {tuple(key.shape)}, lse {tuple(lse.shape)} and {groups} groups do not fit"
         )
-    query, key = query.float(), key.float()
-    query = query if query.stride(2) == 1 else query.contiguous()
-    key = key if key.stride(2) == 1 else key.contiguous()
+    query, key = _rows(query), _rows(key)
     lse = lse.float().contiguous()
     weights = None if weights is None else weights.float().contiguous()
     if weights is not None and weights.numel() != queries:
@@ -496,3 +503,64 @@ def column_masses(
     if library.qevict_columns(ctypes.byref(columns)):
         raise MemoryError("the CPU kernel found no memory for its workspace")
     return mass
+
+
+def prefill_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window_size: int = 8,
+    grid_offset: int = 0,
+    first_query_column: int = 0,
+    first_column: int = 0,
+    groups: int = 1,
+    softcap: float = 0.0,
+    weights: torch.Tensor | None = None,
+    masses: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Causal attention of a prompt with the masses of its windows, each logit and exponential computed once.
+
+    Args:
+        query: [num_heads, T, d]; key, value: [num_kv_heads, S, d]; post-RoPE, column = index for keys.
+        masses: whether the window masses are wanted.
+        The others as for `column_masses`.
+
+    Returns:
+        out float32 [num_heads, T, d] (a view of [T, num_heads, d] memory), lse float32 [num_heads, T] (-Inf for a
+        query that is padding and sees no key; its out is 0), and masses float32 [groups, blocks] or None.
+
+    Raises:
+        BackendError: the kernels are not available, or shapes that do not fit each other.
+    """
+    library = _loaded()
+    heads, queries, d = query.shape
+    kv_heads, keys = key.shape[:2]
+    problem = Shape(1, heads, kv_heads, d, window_size).unsupported()
+    if problem or heads % groups or key.shape != value.shape or key.shape[2] != d:
+        raise BackendError(
+            f"the CPU kernel cannot serve query {tuple(query.shape)}, key {tuple(key.shape)}, value "
+            f"{tuple(value.shape)} and {groups} groups: {problem or 'they do not fit'}"
+        )
+    query, key, value = (_rows(tensor) for tensor in (query, key, value))
+    weights = None if weights is None else weights.float().contiguous()
+    if weights is not None and weights.numel() != queries:
+        raise BackendError(f"{weights.numel()} weights for {queries} queries")
+    blocks = (keys + grid_offset + window_size - 1) // window_size
+    out, lse = torch.empty(queries, heads, d), torch.empty(heads, queries)
+    mass = torch.zeros(groups, blocks) if masses else None
+    columns = _Columns(
+        heads=heads, kv_heads=kv_heads, head_dim=d, queries=queries, keys=keys, dtype=0,
+        first_column=first_query_column, pad=first_column, window=window_size, grid_offset=grid_offset,
+        blocks=blocks, groups=groups, scale=scale, softcap=softcap, power=1.0,
+        query=query.data_ptr(), key=key.data_ptr(), value=value.data_ptr(),
+        query_head_stride=query.stride(0), query_row_stride=query.stride(1),
+        key_head_stride=key.stride(0), key_row_stride=key.stride(1),
+        value_head_stride=value.stride(0), value_row_stride=value.stride(1),
+        out=out.data_ptr(), out_head_stride=d, out_row_stride=heads * d, lse_out=lse.data_ptr(),
+        weights=None if weights is None else weights.data_ptr(), mass=None if mass is None else mass.data_ptr(),
+    )  # fmt: skip
+    if library.qevict_prefill(ctypes.byref(columns)):
+        raise MemoryError("the CPU kernel found no memory for its workspace")
+    return out.transpose(0, 1), lse, mass

@@ -105,7 +105,7 @@ class Context:
         columns: prompt columns, padding included. pads: left padding of each row. shift: column minus position.
         scale, softcap: of the attention.
         rope: makes the model's RoPE table; raises UnsupportedModelError where keys can't be un-rotated.
-        calibrate: facts about the model, measured once and kept with it.
+        model: the model, for systems that calibrate on it.
     """
 
     run: RunPlan
@@ -242,5 +242,10 @@ def require(holds: bool, rule: str, came: object) -> None:
 def full_attend(
     query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over stored keys and values [B, H_kv, n, d] of any dtype."""
+    """Attention over stored keys and values [B, H_kv, n, d] of any dtype; bias [B, 1 or H_kv, 1 or T, n]."""
+    heads = query.shape[1]
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        if query.device.type == "cpu" and softcap is None and query.shape[2] > 1 and bias.shape[1] not in (1, heads):
+            bias = bias.repeat_interleave(heads // bias.shape[1], dim=1)
     return attend(query, key.to(query.dtype), value.to(query.dtype), scale=scale, softcap=softcap, bias=bias)

@@ -86,10 +86,7 @@ class RectKept(Resident):
 
     def parts(self, query: Tensor, scale: float, softcap: float | None) -> list[tuple[Tensor, Tensor]]:
         key, value = self.tail.views()
-        bias = self.bias()
-        if bias is not None:
-            bias = spread(bias, query)
-        return [full_attend(query, key, value, scale, softcap, bias)]
+        return [full_attend(query, key, value, scale, softcap, self.bias())]
 
     def tensors(self) -> dict[str, Tensor]:
         key, value = self.tail.views()
@@ -166,7 +163,7 @@ class RaggedKept(Resident):
         bias = torch.where(mine[:, None] == owner[None, :], 0.0, MASKED)
         flat = query.reshape(1, 1, -1, dim)
         out, lse = full_attend(
-            flat, self.key[None, None], self.value[None, None], scale, softcap, bias.to(query.dtype)[None, None]
+            flat, self.key[None, None], self.value[None, None], scale, softcap, bias[None, None]
         )
         parts = [(out.view(batch, heads, tokens, dim), lse.view(batch, heads, tokens))]
         if self.tail.used:
@@ -254,10 +251,3 @@ def top_mask(scores: Tensor, count: int) -> Tensor:
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
-
-def spread(bias: Tensor, query: Tensor) -> Tensor:
-    """A bias [B, H_kv, 1, n] in the form that attention of [B, H_q, T, d] takes."""
-    heads, tokens = query.shape[1], query.shape[2]
-    if tokens == 1 or bias.shape[1] in (1, heads) or query.device.type != "cpu":
-        return bias
-    return bias.repeat_interleave(heads // bias.shape[1], dim=1)

@@ -27,7 +27,7 @@ static const qe_unit *best(void) {
     return &qe_unit_portable;
 }
 
-EXPORT int qevict_abi(void) { return QE_ABI * 1000 + (int)sizeof(qe_plan); }
+EXPORT int qevict_abi(void) { return QE_ABI * 10000 + (int)(sizeof(qe_plan) + sizeof(qe_columns)); }
 
 /* Takes a unit by name, "" for the best one. Returns 0, or 1 where this build or processor lacks it. */
 EXPORT int qevict_use(const char *name) {
@@ -80,6 +80,11 @@ static void full_body(void *context, int64_t task, int64_t next, float *scratch)
 static void columns_body(void *context, int64_t task, int64_t next, float *scratch) {
     (void)next;
     unit->columns_task((const qe_columns_call *)context, task, scratch);
+}
+
+static void prefill_body(void *context, int64_t task, int64_t next, float *scratch) {
+    (void)next;
+    unit->prefill_task((const qe_columns_call *)context, task, scratch);
 }
 
 static void pack_body(void *context, int64_t task, int64_t next, float *scratch) {
@@ -150,7 +155,7 @@ EXPORT int qevict_decode(const qe_plan *p, const void *query, int query_dtype, c
     c.partial = memory + query_floats;
     c.arena_raw = c.partial + kv * chunks * c.partial_floats;
     c.ledger_raw = c.arena_raw + rounded(heads * p->arena_slots);
-    qe_run(decode_body, &c, (int64_t)c.rows * chunks, unit->task_floats(&c), worth(bytes));
+    if (qe_run(decode_body, &c, (int64_t)c.rows * chunks, unit->task_floats(&c), worth(bytes))) return 1;
     for (int64_t i = 0; i < kv; i++)
         unit->merge(c.partial + i * chunks * c.partial_floats, c.partial_floats, chunks, c.group, d,
                     out + i * c.group * d, lse + i * c.group);
@@ -176,29 +181,40 @@ EXPORT int qevict_full(const void *query, int query_dtype, const void *k, const 
     unit->to_float(query, query_dtype, memory, heads * d, scale);
     f.query = memory;
     f.partial = memory + query_floats;
-    qe_run(full_body, &f, kv * f.chunks, unit->full_floats(&f), worth(kv * keys * d * (dtype == QE_F32 ? 8 : 4)));
+    const int64_t bytes = kv * keys * d * (dtype == QE_F32 ? 8 : 4);
+    if (qe_run(full_body, &f, kv * f.chunks, unit->full_floats(&f), worth(bytes))) return 1;
     for (int64_t i = 0; i < kv; i++)
         unit->merge(f.partial + i * f.chunks * f.partial_floats, f.partial_floats, f.chunks, f.group, d, out + i * f.group * d,
                     lse + i * f.group);
     return 0;
 }
 
-/* Adds to mass [groups, blocks] what each block received from the prompt's queries, mean over the group's heads. */
-EXPORT int qevict_columns(const qe_columns *p) {
-    if (!unit) unit = best();
+/* Packs the keys, runs one body for every head and strip, and adds the tasks' masses in a fixed order. */
+static int columns(const qe_columns *p, int64_t (*plan)(qe_columns_call *), qe_body body) {
     qe_columns_call c = {.columns = p};
-    const int64_t scratch = unit->columns_plan(&c);
-    const int64_t packed = (int64_t)p->kv_heads * c.panels * c.panel * p->head_dim;
-    float *memory = qe_scratch(1, packed + (int64_t)p->heads * c.strips * p->blocks);
+    const int64_t scratch = plan(&c);
+    const int64_t packed = (int64_t)p->kv_heads * c.panels * c.panel * p->head_dim, tasks = (int64_t)p->heads * c.strips;
+    float *memory = qe_scratch(1, packed + (p->mass ? tasks * p->blocks : 0));
     if (!memory) return 1;
     c.packed = memory;
     c.partial = memory + packed;
-    qe_run(pack_body, &c, (int64_t)p->kv_heads * c.panels, 1, threads);
-    qe_run(columns_body, &c, (int64_t)p->heads * c.strips, scratch, threads);
+    if (qe_run(pack_body, &c, (int64_t)p->kv_heads * c.panels, 1, threads) || qe_run(body, &c, tasks, scratch, threads)) return 1;
     const int per_group = p->heads / p->groups;
-    for (int64_t i = 0; i < (int64_t)p->heads * c.strips; i++) {
+    for (int64_t i = 0; p->mass && i < tasks; i++) {
         float *to = p->mass + i / c.strips / per_group * p->blocks;
         for (int b = 0; b < p->blocks; b++) to[b] += c.partial[i * p->blocks + b] / (float)per_group;
     }
     return 0;
+}
+
+/* Adds to mass [groups, blocks] what each block received from the prompt's queries, mean over the group's heads. */
+EXPORT int qevict_columns(const qe_columns *p) {
+    if (!unit) unit = best();
+    return columns(p, unit->columns_plan, columns_body);
+}
+
+/* Causal attention of a prompt: out, lse and, where asked for, the same masses. */
+EXPORT int qevict_prefill(const qe_columns *p) {
+    if (!unit) unit = best();
+    return columns(p, unit->prefill_plan, prefill_body);
 }

@@ -42,9 +42,8 @@ float *qe_scratch(int which, int64_t floats) {
     return held[which].aligned;
 }
 
-static void alone(qe_body body, void *context, int64_t tasks, int64_t scratch_floats) {
-    float *scratch = qe_scratch(0, scratch_floats);
-    for (int64_t i = 0; scratch && i < tasks; i++) body(context, i, i + 1 < tasks ? i + 1 : -1, scratch);
+static void alone(qe_body body, void *context, int64_t tasks, float *scratch) {
+    for (int64_t i = 0; i < tasks; i++) body(context, i, i + 1 < tasks ? i + 1 : -1, scratch);
 }
 
 #if THREADS
@@ -120,21 +119,19 @@ static void start(int workers) {
     }
 }
 
-void qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads) {
+int qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads) {
     if (threads > MAX_THREADS) threads = MAX_THREADS;
     if (threads > tasks) threads = (int)tasks;
     job j = {body, context, tasks, scratch_floats, 0};
-    if (threads <= 1) {
-        alone(body, context, tasks, scratch_floats);
-        return;
-    }
-    if (team) {
+    float *scratch = qe_scratch(0, scratch_floats); /* with the caller's own, every task finds someone */
+    if (!scratch) return 1;
+    if (threads > 1 && team) {
         team(work, &j, (unsigned)threads, 0);
-        return;
+        return 0;
     }
-    if (pthread_mutex_trylock(&busy)) {
-        alone(body, context, tasks, scratch_floats);
-        return;
+    if (threads <= 1 || pthread_mutex_trylock(&busy)) {
+        alone(body, context, tasks, scratch);
+        return 0;
     }
     start(threads - 1);
     pthread_mutex_lock(&lock);
@@ -152,13 +149,17 @@ void qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, 
     while (inside) pthread_cond_wait(&done, &lock);
     pthread_mutex_unlock(&lock);
     pthread_mutex_unlock(&busy);
+    return 0;
 }
 
 #else
 
-void qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads) {
+int qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads) {
     (void)threads;
-    alone(body, context, tasks, scratch_floats);
+    float *scratch = qe_scratch(0, scratch_floats);
+    if (!scratch) return 1;
+    alone(body, context, tasks, scratch);
+    return 0;
 }
 
 #endif

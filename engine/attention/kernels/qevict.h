@@ -19,7 +19,7 @@
 
 #include <stdint.h>
 
-#define QE_ABI 3
+#define QE_ABI 4
 #define QE_LANES 16
 #define QE_HEADS 4 /* query heads that one pass over the data serves */
 
@@ -51,7 +51,10 @@ typedef struct {
     int64_t query_head_stride, query_row_stride, key_head_stride, key_row_stride;
     const float *lse;           /* [heads, queries] */
     const float *weights;       /* [queries] or NULL */
-    float *mass;                /* [groups, blocks], added to */
+    float *mass;                /* [groups, blocks], added to; prompt attention alone may leave it NULL */
+    const float *value;         /* [kv_heads, keys, d]; from here on for prompt attention only */
+    float *out, *lse_out;       /* [heads, queries, d], [heads, queries] */
+    int64_t value_head_stride, value_row_stride, out_head_stride, out_row_stride;
 } qe_columns;
 
 /* Column sums in flight: keys packed into panels once, one task per query head and strip of queries. */
@@ -92,6 +95,8 @@ typedef struct {
     int64_t (*columns_plan)(qe_columns_call *);
     void (*columns_pack)(const qe_columns_call *, int64_t task);
     void (*columns_task)(const qe_columns_call *, int64_t task, float *scratch);
+    int64_t (*prefill_plan)(qe_columns_call *);
+    void (*prefill_task)(const qe_columns_call *, int64_t task, float *scratch);
     void (*to_float)(const void *from, int dtype, float *to, int64_t n, float times);
     void (*from_float)(const float *from, int dtype, void *to, int64_t n);
     void (*merge)(const float *partial, int64_t stride, int chunks, int group, int d, float *out, float *lse);
@@ -102,7 +107,7 @@ extern const qe_unit qe_unit_portable, qe_unit_avx2, qe_unit_avx512;
 
 /* pool.c: runs body(context, task, next, scratch) for every task; `next` is the task this thread takes after it. */
 typedef void (*qe_body)(void *context, int64_t task, int64_t next, float *scratch);
-void qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads);
+int qe_run(qe_body body, void *context, int64_t tasks, int64_t scratch_floats, int threads);
 typedef void (*qe_team)(void (*body)(void *), void *context, unsigned threads, unsigned flags); /* GOMP_parallel */
 void qe_set_team(qe_team entry);
 float *qe_scratch(int which, int64_t floats);

@@ -4,6 +4,7 @@
 #include "ledger.h"
 #include "arena.h"
 #include "columns.h"
+#include "prefill.h"
 
 static int64_t task_floats(const qe_call *c) {
     int64_t ledger = ledger_floats(c, NULL, NULL), arena = (int64_t)QE_HEADS * arena_width(c);
@@ -124,4 +125,4 @@ static void mass(const qe_call *c, int row, const float *lse, float *arena_mass,
 }
 
 const qe_unit UNIT = {UNIT_NAME, task_floats, decode_task, full_floats, full_task, columns_plan,
-                      columns_pack, columns_task, to_float, from_float, merge, mass};
+                      columns_pack, columns_task, prefill_plan, prefill_task, to_float, from_float, merge, mass};
