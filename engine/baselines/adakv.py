@@ -65,7 +65,7 @@ class AdaKV(Observer):
 
     name = "adakv"
     label = "systems.adakv"
-    per_head = True
+    heads_differ = True
 
     floor: str = "kvpress"
     floor_share: float = 0.2

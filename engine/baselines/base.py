@@ -41,12 +41,14 @@ class RunPlan:
         planned_new_tokens: tokens that will follow the prompt; budgets are matched at the sum.
         kv_dtype: what full-precision tokens are stored in; "model" keeps the model's own.
         seed: of everything random.
+        tokenizer: of the model, for systems that calibrate on a bundled text.
     """
 
     budget: BudgetSpec | None = None
     planned_new_tokens: int = 256
     kv_dtype: str = "model"
     seed: int = 0
+    tokenizer: Any = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:

@@ -44,7 +44,6 @@ class CriticalKV(Observer):
 
     name = "criticalkv"
     label = "systems.criticalkv"
-    per_head = True
 
     first_share: float = 0.5
     allocation: str = "uniform"
@@ -56,6 +55,9 @@ class CriticalKV(Observer):
         require(self.allocation in ALLOCATIONS, f"allocation must be one of {', '.join(ALLOCATIONS)}", self.allocation)
         require(0.0 <= self.floor_share <= 1.0, "floor_share must be in [0, 1]", self.floor_share)
 
+    def ragged(self) -> bool:
+        return self.allocation == "ada"
+
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
         kept = self.kept(context.shape, context.columns, context.run)
         valid, room = context.valid(), context.run.planned_new_tokens
@@ -66,5 +68,5 @@ class CriticalKV(Observer):
                 mask = critical_mask(scores, norms, kept, self.first_share)
             else:
                 mask = critical_ada_mask(scores, norms, kept, self.first_share, self.floor_share)
-            out.append(keep(part, mask, valid, room=room, dtype=context.dtype, per_head=True))
+            out.append(keep(part, mask, valid, room=room, dtype=context.dtype, per_head=self.ragged()))
         return out

@@ -82,7 +82,7 @@ class DefensiveKV(Observer):
 
     name = "defensivekv"
     label = "systems.defensivekv"
-    per_head = True
+    heads_differ = True
     over_layers: ClassVar[bool] = False
 
     kernel: int = 5
@@ -117,7 +117,7 @@ class DefensiveKV(Observer):
 def layered_masks(every: list[Tensor], kept: int) -> list[Tensor]:
     """One cut over layers, heads and columns decides how many tokens each layer gets; then the top of each."""
     stacked = torch.stack(every, 1)
-    batch, layers, heads, columns = stacked.shape
+    batch, layers, heads = stacked.shape[:3]
     mask = top_mask(stacked.view(batch, -1), layers * heads * kept).view_as(stacked) & (stacked > -torch.inf)
     return [mask[:, layer] for layer in range(layers)]
 

@@ -162,9 +162,7 @@ class RaggedKept(Resident):
         mine = torch.arange(batch * self._shape[1], device=owner.device).repeat_interleave(group * tokens)
         bias = torch.where(mine[:, None] == owner[None, :], 0.0, MASKED)
         flat = query.reshape(1, 1, -1, dim)
-        out, lse = full_attend(
-            flat, self.key[None, None], self.value[None, None], scale, softcap, bias[None, None]
-        )
+        out, lse = full_attend(flat, self.key[None, None], self.value[None, None], scale, softcap, bias[None, None])
         parts = [(out.view(batch, heads, tokens, dim), lse.view(batch, heads, tokens))]
         if self.tail.used:
             key, value = self.tail.views()
@@ -250,4 +248,3 @@ def top_mask(scores: Tensor, count: int) -> Tensor:
     """bool like `scores`: the `count` largest along the last axis, lower index first among equals."""
     order = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
     return torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
-

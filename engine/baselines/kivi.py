@@ -199,7 +199,9 @@ class Kivi(Rival):
 
     def __post_init__(self) -> None:
         require(self.bits in (2, 4), "bits must be 2 or 4", self.bits)
-        require(self.group_size >= 8 and self.group_size % 4 == 0, "group_size must be a multiple of 4", self.group_size)
+        require(
+            self.group_size >= 8 and self.group_size % 4 == 0, "group_size must be a multiple of 4", self.group_size
+        )
         holds = self.residual > 0 and self.residual % self.group_size == 0
         require(holds, "residual must be a positive multiple of group_size", self.residual)
         require(self.sinks >= 0, "sinks must be 0 or more", self.sinks)

@@ -34,7 +34,9 @@ class BudgetSpec:
     def __post_init__(self) -> None:
         given = [value for value in (self.share, self.total_bytes, self.tokens) if value is not None]
         if len(given) != 1:
-            raise ConfigError(f"a budget must be exactly one of share, total_bytes and tokens, got {len(given)} of them.")
+            raise ConfigError(
+                f"a budget must be exactly one of share, total_bytes and tokens, got {len(given)} of them."
+            )
         if self.share is not None and not 0.0 < self.share <= 1.0:
             raise ConfigError(f"share must be in (0, 1], got {self.share}.")
         if given[0] <= 0:

@@ -104,12 +104,12 @@ class Observer(Rival):
     window: queries that observe. kernel, pool: smoothing over columns. group: how query heads of a KV head are joined.
     """
 
+    heads_differ: ClassVar[bool] = False
+
     window: int = 32
     kernel: int = 7
     pool: str = "max"
     group: str = "mean"
-
-    per_head: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         require(self.window >= 1, "window must be 1 or more", self.window)
@@ -120,9 +120,13 @@ class Observer(Rival):
     def needs(self) -> Needs:
         return Needs(queries=self.window)
 
+    def ragged(self) -> bool:
+        """Whether heads keep numbers of their own, so that a table of them is stored."""
+        return self.heads_differ
+
     def head_table_bytes(self, shape: KVShape) -> int:
         """cu_seqlens of one layer."""
-        return 4 * (shape.num_kv_heads + 1) if self.per_head else 0
+        return 4 * (shape.num_kv_heads + 1) if self.ragged() else 0
 
     def kept(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> int:
         """n: prompt tokens that a head keeps, mean over heads.

@@ -130,7 +130,7 @@ class RivalCache(Cache):
 
     @property
     def storage(self) -> str:
-        """"real" or "simulated"."""
+        """ "real" or "simulated"."""
         return self.rival.storage
 
     @property
@@ -300,5 +300,3 @@ class RivalCache(Cache):
             staged.select(rows, self._pads)
         for resident in self._resident:
             resident.select(rows)
-
-

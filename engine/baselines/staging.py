@@ -69,7 +69,9 @@ class StagedLayer:
             parts = [attend(q, key[row, :, skip:], value[row, :, skip:], scale=scale, causal=True, softcap=softcap)]
             if past > hidden:
                 old = slice(hidden, past)
-                parts.append(attend(q, staged.key[row, :, old], staged.value[row, :, old], scale=scale, softcap=softcap))
+                parts.append(
+                    attend(q, staged.key[row, :, old], staged.value[row, :, old], scale=scale, softcap=softcap)
+                )
             part_out, part_lse = merge(parts)
             out[row, :, skip:], lse[row, :, skip:] = part_out.to(out.dtype), part_lse
         if resident:
@@ -85,7 +87,9 @@ class StagedLayer:
             sums = None
             if self._needs.column_sums:
                 sums = torch.zeros(query.shape[0], query.shape[1], key.shape[2], device=key.device)
-            kept = query if wanted == ALL_QUERIES else query[:, :, query.shape[2] - min(wanted, query.shape[2]) :].clone()
+            kept = (
+                query if wanted == ALL_QUERIES else query[:, :, query.shape[2] - min(wanted, query.shape[2]) :].clone()
+            )
             self._staged = Staged(key, value, kept, sums, module)
             return
         kept = torch.cat([old.query, query], 2)

@@ -42,7 +42,14 @@ class Ring(Resident):
     """
 
     def __init__(
-        self, part: Staged, context: Context, sinks: int, recent: int, counter: Tensor, table: RopeTable | None, owner: bool
+        self,
+        part: Staged,
+        context: Context,
+        sinks: int,
+        recent: int,
+        counter: Tensor,
+        table: RopeTable | None,
+        owner: bool,
     ) -> None:
         batch, heads, tokens, dim = part.key.shape
         self._sinks, self._recent, self._table, self._owner = sinks, recent, table, owner
@@ -193,5 +200,6 @@ class StreamingLLM(Rival):
         table = context.rope() if self.positions == "cache" and recent < UNBOUNDED else None
         counter = torch.zeros((), dtype=torch.int32)
         return [
-            Ring(part, context, self.sinks, recent, counter, table, owner=index == 0) for index, part in enumerate(staged)
+            Ring(part, context, self.sinks, recent, counter, table, owner=index == 0)
+            for index, part in enumerate(staged)
         ]
