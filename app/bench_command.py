@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
     bench.add_argument("--prompt-tokens", type=int, default=None, help="table4")
     bench.add_argument("--rounds", type=int, default=None)
     bench.add_argument("--threads", type=int, default=None, help="torch threads; default: torch's own choice")
-    bench.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time, for a busy machine")
+    bench.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: processor time")
     bench.add_argument("--json", action="store_true", help="one JSON object with all rows")
     bench.add_argument("--figure", metavar="FILE.html", help="also draw the ratios")
     bench.set_defaults(command=run)
@@ -233,7 +233,8 @@ def _line(kind: str, row: dict[str, Any]) -> str:
         return f"{row['model']} ({row['weights']} weights) prompt {row['context']}: time against stock: {costs}"
     if kind in ("decode", "routing"):
         ratios = "  ".join(
-            f"{name} {value:.2f}x/{row['ratio_to_static'][name]:.2f}x" for name, value in row["ratio_to_dynamic"].items()
+            f"{name} {value:.2f}x/{row['ratio_to_static'][name]:.2f}x"
+            for name, value in row["ratio_to_dynamic"].items()
         )
         shares = "  ".join(f"{name} {value:.1%}" for name, value in row["routing_share"].items())
         return (

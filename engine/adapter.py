@@ -143,7 +143,7 @@ def enable(model: PreTrainedModel) -> None:
         model.set_attn_implementation(NAME)
 
 
-def cache_keyword(model: PreTrainedModel) -> str:
+def cache_keyword(model: nn.Module) -> str:
     """The name of forward's cache argument, which transformers renamed."""
     names = inspect.signature(type(model).forward).parameters
     return "cache" if "cache" in names else "past_key_values"

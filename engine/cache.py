@@ -68,7 +68,7 @@ class QEvictLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, owner: QEvictCache, index: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.index = index
         self.seen = 0
@@ -281,6 +281,7 @@ class QEvictCache(Cache):
 
     # ---- the path of one forward ---------------------------------------------------------------------
 
+    @torch.no_grad()
     def attend(
         self,
         layer: int,

@@ -229,7 +229,7 @@ class _Run:
             if stopped():
                 yield self._end("stop")
                 return
-            self.tally.prefill_seconds += self._timed(lambda part=part: self._forward(part))
+            self.tally.prefill_seconds += self._forward(part)
             logits = self._logits
             done += len(part)
             yield Progress("prefill", done, len(self.ids))
@@ -237,7 +237,8 @@ class _Run:
             raise PromptError("the prompt has no token.")
         if self.options.reference and len(self.ids) > 1 and self.config.prefill_routing == "end":
             self.reference = Reference(self.loaded.model, self.cache, self.new_tokens, self.options.horizon)
-        self.cache.settle()
+        with torch.inference_mode():
+            self.cache.settle()
         yield from self._routed(watched_row)
         yield from self._decode(logits, began, watched_row, stopped)
 
@@ -268,7 +269,7 @@ class _Run:
                 break
             if number + 1 == self.new_tokens:
                 break
-            self.tally.decode_seconds += self._timed(lambda token=token: self._forward([token]))
+            self.tally.decode_seconds += self._forward([token])
             logits = self._logits
             if self.reference is not None:
                 self.fed.append(token)
@@ -320,14 +321,10 @@ class _Run:
 
     # ---- work ---------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _timed(work: Callable[[], None]) -> float:
-        began = time.perf_counter()
-        work()
-        return time.perf_counter() - began
-
     @torch.inference_mode()
-    def _forward(self, ids: list[int]) -> None:
+    def _forward(self, ids: list[int]) -> float:
+        """Feeds tokens, keeps the last logits, returns seconds."""
+        began = time.perf_counter()
         model = self.loaded.model
         at = self.cache.get_seq_length(self.cache.managed_layers[0])
         device = self.cache.device
@@ -339,6 +336,7 @@ class _Run:
             **{cache_keyword(model): self.cache},
         )
         self._logits: Tensor = output.logits[0, -1].float()
+        return time.perf_counter() - began
 
     def _sample(self, logits: Tensor) -> int:
         options = self.options

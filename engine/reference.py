@@ -33,7 +33,7 @@ class ReferenceLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, owner: Reference, index: int, key: Tensor, value: Tensor, room: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.owner, self.index = owner, index
         kv, self.seen, dim = key.shape[1], key.shape[2], key.shape[3]
         self.store_key = torch.empty(kv, self.seen + room, dim, dtype=key.dtype, device=key.device)

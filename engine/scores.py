@@ -47,7 +47,7 @@ class Ranker:
         if self.decay == 1.0:
             return None
         age = torch.arange(queries - 1, -1, -1, device=device, dtype=torch.float32)
-        return self.decay**age
+        return torch.pow(torch.tensor(self.decay, device=device), age)
 
     def prompt_weights(self, queries: int, device: torch.device) -> Tensor | None:
         """The same for the queries of a prompt; all 0 where only its last n count, known when it ends."""

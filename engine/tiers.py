@@ -372,7 +372,7 @@ class TierStore:
         # Row by row, free places in front are as many as movers plus new entries: the two lists align.
         to_n, to_slot = free.nonzero(as_tuple=True)
         source = torch.cat([live_movers, written], dim=1)
-        src_n, src_place = source.nonzero(as_tuple=True)
+        _, src_place = source.nonzero(as_tuple=True)
         is_new = src_place >= places
         for chosen, packed in ((~is_new, moved_live), (is_new, new_entries)):
             if packed is None:

@@ -55,14 +55,16 @@ class AttentionBackend(Protocol):
     ) -> Tensor: ...
 
 
-def unavailable(name: str, device: str, head_dim: int | None = None) -> str | None:
+def unavailable(
+    name: str, device: str, head_dim: int | None = None, value_group_size: int | None = None
+) -> str | None:
     """Why backend `name` cannot run on `device`, as one sentence; None where it can."""
     if name in ("eager", "sdpa"):
         return None
     if name == "flash2":
         return flash2.unavailable(device)
     if name == "fused":
-        return fused.unavailable(device, head_dim)
+        return fused.unavailable(device, head_dim, value_group_size)
     return f"unknown backend {name!r}."
 
 
@@ -72,9 +74,10 @@ def make_backend(name: str, device: str, ranker: Ranker, head_dim: int) -> Atten
     Raises:
         BackendError: it cannot run here; the text says what is missing.
     """
+    group = ranker.config.value_group_size
     if name == "auto":
-        name = "sdpa" if unavailable("fused", device, head_dim) else "fused"
-    reason = unavailable(name, device, head_dim)
+        name = "sdpa" if unavailable("fused", device, head_dim, group) else "fused"
+    reason = unavailable(name, device, head_dim, group)
     if reason is not None:
         raise BackendError(reason)
     if name == "eager":

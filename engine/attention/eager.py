@@ -161,4 +161,4 @@ def block_sums(state: KVState, masses: Tensor) -> Tensor:
     front = staging.start - state.grid.first_column(staging.first_block)
     total = staging.scores.shape[1] * window
     padded = torch.nn.functional.pad(masses, (front, total - front - masses.shape[1]))
-    return padded.unflatten(1, (-1, window)).sum(-1)
+    return torch.sum(padded.reshape(padded.shape[0], -1, window), dim=-1)

@@ -155,7 +155,7 @@ class FusedBackend(SdpaBackend):
         )
 
 
-def unavailable(device: str, head_dim: int | None = None) -> str | None:
+def unavailable(device: str, head_dim: int | None = None, value_group_size: int | None = None) -> str | None:
     """Why the fused backend cannot run on `device`, as a sentence; None where it can."""
     if device != "cpu":
         return f"backend fused runs on a CPU in this release, and this run is on {device}; use sdpa or flash2."
@@ -163,4 +163,9 @@ def unavailable(device: str, head_dim: int | None = None) -> str | None:
         return f"backend fused cannot run: {native.reason()}."
     if head_dim is not None and head_dim % native.LANES:
         return f"backend fused needs a head_dim that is a multiple of {native.LANES}, got {head_dim}; use sdpa."
+    if value_group_size is not None and value_group_size % native.LANES:
+        return (
+            f"backend fused needs a value_group_size that is a multiple of {native.LANES}, got {value_group_size}; "
+            "use sdpa."
+        )
     return None

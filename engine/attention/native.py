@@ -319,8 +319,10 @@ class DecodePlan:
         plan.ledger_blocks = blocks
         plan.live_count = None
         if ledger is not None and blocks:
-            if omega * shape.bits % 8 or not self._tables[0].shape[0] >= omega:
-                raise BackendError(f"windows of {omega} tokens at {shape.bits} bits do not fill whole bytes, or no table")
+            if omega * shape.bits % 8 or omega > 128:
+                raise BackendError(f"ledger windows of {omega} tokens at {shape.bits} bits are unknown to the kernel")
+            if self._tables[0].shape[0] < omega:
+                raise BackendError(f"the cos table has {self._tables[0].shape[0]} positions, a window {omega} tokens")
             size, groups = omega * shape.bits // 8, shape.value_groups
             half, byte = torch.float16, torch.uint8
             channels = (rows, per_row, blocks, d, LANES)

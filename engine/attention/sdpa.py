@@ -195,7 +195,7 @@ def score_pools(
     arena = group_mean(masses, state.shape.groups).unflatten(1, (-1, window)).sum(-1)
     ledger = None
     if state.live_used:
-        logits, blocks = ledger_logits(state, layer, query, scale=scale, softcap=softcap)
+        logits, _ = ledger_logits(state, layer, query, scale=scale, softcap=softcap)
         tokens = query.shape[2]
         normal = lse.reshape(state.shape.rows_per_layer, state.shape.heads, 1, state.group_heads * tokens, 1, 1)
         mass = logits.sub_(normal).exp_()

@@ -45,10 +45,8 @@ def sure_columns(mean: Tensor, bias: Tensor, most: int, mode: str) -> Tensor:
     share = mean / mean.sum(-1, keepdim=True).clamp_min(1e-30)
     ordered = share.sort(dim=-1, descending=True, stable=True).values
     counts = (ordered.cumsum(-1) < (SURE_MASS - bias).unsqueeze(-1)).sum(-1).clamp_max(most)
-    if mode == "paper":
-        counts = counts.clamp_min(0)
-    else:
-        counts = torch.where(counts < 0, counts + mean.shape[-1], counts)
+    from_the_end = torch.where(counts < 0, counts + mean.shape[-1], counts)
+    counts = counts.clamp_min(0) if mode == "paper" else from_the_end
     return ranks(share) < counts.unsqueeze(-1)
 
 

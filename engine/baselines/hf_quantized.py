@@ -35,7 +35,7 @@ def unavailable(backend: str) -> str | None:
     return f"transformers' QuantizedCache needs the package {package}, which is not installed: {INSTALL[backend]}."
 
 
-class HFCache(QuantizedCache):  # type: ignore[misc]
+class HFCache(QuantizedCache):
     """QuantizedCache with the questions that a comparison asks."""
 
     storage = "real"
@@ -84,7 +84,8 @@ class HFCache(QuantizedCache):  # type: ignore[misc]
         columns = int(self.get_seq_length())
         out = torch.full((len(self.layers), self._heads, columns), int(Tier.QUANT), dtype=torch.uint8)
         for index, layer in enumerate(self.layers):
-            rest = layer.keys.shape[-2] if getattr(layer, "keys", None) is not None and layer.keys.dim() == 4 else 0
+            keys = getattr(layer, "keys", None)
+            rest = keys.shape[-2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0
             out[index, :, columns - rest :] = int(Tier.FULL)
         return out
 

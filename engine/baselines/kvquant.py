@@ -244,7 +244,7 @@ class KVQuant(Rival):
         width = shape.num_kv_heads * shape.head_dim
         codes = 2 * tokens * width * self.bits // 8
         sparse = (key_outliers + value_outliers) * 4 + 2 * 4 * (tokens + 1)
-        return codes + sparse + 4 * tokens + 4 * width + 2 * 2**self.bits * 2
+        return int(codes + sparse + 4 * tokens + 4 * width + 2 * (1 << self.bits) * 2)
 
     def account(self, shape: KVShape, prompt_tokens: int, generated: int, run: RunPlan) -> int:
         """Nominal: how many keys lie beyond their thresholds depends on the text."""

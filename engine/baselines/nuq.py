@@ -64,7 +64,7 @@ def kmeans(points: Tensor, weights: Tensor | None, count: int, rounds: int = ROU
     distinct = points.unique()
     if len(distinct) <= count:
         return torch.nn.functional.pad(distinct, (0, count - len(distinct)), value=float(distinct[-1])).float()
-    at = (torch.arange(count, device=points.device) + 0.5) / count
+    at = (torch.arange(count, device=points.device, dtype=torch.float64) + 0.5) / count
     centroids = torch.quantile(distinct, at)
     mass = torch.nn.functional.pad(weights.cumsum(0), (1, 0))
     moment = torch.nn.functional.pad((weights * points).cumsum(0), (1, 0))
@@ -157,10 +157,11 @@ class _Probe(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.key, self.value = key_states, value_states
         if self.fisher:
-            # Leaves of their own: the gradient at the cache is wanted, not that of weights.
-            self.key, self.value = (states.detach().requires_grad_() + 0 for states in (key_states, value_states))
-            self.key.retain_grad()
-            self.value.retain_grad()
+            # Part of the graph where weights want gradients; else the graph begins here.
+            self.key, self.value = (
+                states if states.requires_grad else states.detach().requires_grad_()
+                for states in (key_states, value_states)
+            )
         tagged = self.key.view_as(self.key)
         setattr(tagged, TAG, self)
         return tagged, self.value
@@ -222,9 +223,10 @@ def collect(model: PreTrainedModel, tokenizer: Any, tokens: int, fisher: bool) -
     ours = [(index, layer) for index, layer in enumerate(probes) if isinstance(layer, _Probe)]
     with torch.inference_mode(False), torch.set_grad_enabled(fisher):
         output = model(input_ids=ids, use_cache=True, **{cache_keyword(model): cache})
+        grads: list[tuple[Tensor, Tensor]] = []
         if fisher:
             loss = torch.nn.functional.cross_entropy(output.logits[0, :-1].float(), ids[0, 1:], reduction="sum")
-            _backward_layers(loss, ours)
+            grads = _gradients(loss, [layer for _, layer in ours])
     types = getattr(config, "layer_types", None)
     table = RopeTable(find_rotary(model), types[ours[0][0]] if types else None, ids.device)
     table.ensure(ids.shape[1])
@@ -237,20 +239,20 @@ def collect(model: PreTrainedModel, tokenizer: Any, tokens: int, fisher: bool) -
     samples = Samples(
         key=[flat(table.undo(layer.key.detach().float(), at)) for _, layer in ours],
         value=[flat(layer.value) for _, layer in ours],
-        key_weight=[flat(table.undo(layer.key.grad.float(), at)).square() for _, layer in ours] if fisher else None,
-        value_weight=[flat(layer.value.grad.float()).square() for _, layer in ours] if fisher else None,
+        key_weight=[flat(table.undo(key.float(), at)).square() for key, _ in grads] if fisher else None,
+        value_weight=[flat(value).square() for _, value in grads] if fisher else None,
         text_hash=hashlib.sha256(text.encode()).hexdigest()[:16],
     )
     known[tokens, fisher] = samples
     return samples
 
 
-def _backward_layers(loss: Tensor, ours: list[tuple[int, _Probe]]) -> None:
+def _gradients(loss: Tensor, layers: list[_Probe]) -> list[tuple[Tensor, Tensor]]:
     """Gradients at every layer's keys and values."""
-    states = [states for _, layer in ours for states in (layer.key, layer.value)]
-    grads = torch.autograd.grad(loss, states, allow_unused=True)
-    for tensor, grad in zip(states, grads, strict=True):
-        tensor.grad = torch.zeros_like(tensor) if grad is None else grad
+    states = [states for layer in layers for states in (layer.key, layer.value)]
+    found = torch.autograd.grad(loss, states, allow_unused=True)
+    full = [torch.zeros_like(at) if grad is None else grad for at, grad in zip(states, found, strict=True)]
+    return list(zip(full[::2], full[1::2], strict=True))
 
 
 def codebooks(

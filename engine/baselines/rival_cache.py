@@ -93,7 +93,8 @@ class RivalCache(Cache):
         shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
         if len(stock) < int(text.num_hidden_layers) or shared:
             raise UnsupportedModelError(
-                f"{text.model_type}: layers that share keys and values are not supported, every layer must own its cache."
+                f"{text.model_type}: layers that share keys and values are not supported, every layer must own its "
+                "cache."
             )
         owner: Any = self
         layers: list[Any] = []
@@ -104,8 +105,8 @@ class RivalCache(Cache):
             managed += [index] if ours else []
         if not managed:
             raise UnsupportedModelError(
-                f"{text.model_type}: the model must have a full-attention layer; all of its layers are sliding or linear, "
-                "and their cache is bounded already."
+                f"{text.model_type}: the model must have a full-attention layer; all of its layers are sliding or "
+                "linear, and their cache is bounded already."
             )
         return layers, managed
 

@@ -84,7 +84,9 @@ def build(shape: ModelShape, device: str, dtype: torch.dtype) -> PreTrainedModel
     )
     torch.manual_seed(0)
     with torch.device(device):
-        model: PreTrainedModel = LlamaForCausalLM(config).to(dtype).eval()
+        model: PreTrainedModel = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
     return model
 
 

@@ -31,7 +31,8 @@ def ratio_figure(kind: str, rows: Sequence[dict[str, Any]], *, title: str = "") 
         systems = list(dict.fromkeys(str(row["system"]) for row in rows))
         for system in systems:
             chosen = [row for row in rows if row["system"] == system]
-            figure.add_bar(name=system, x=[_label(row) for row in chosen], y=[row["speed_against_full"] for row in chosen])
+            speeds = [row["speed_against_full"] for row in chosen]
+            figure.add_bar(name=system, x=[_label(row) for row in chosen], y=speeds)
     else:
         key = KEYS[kind]
         systems = list(dict.fromkeys(name for row in rows for name in row[key]))

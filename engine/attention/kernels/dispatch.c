@@ -147,12 +147,18 @@ EXPORT int qevict_decode(const qe_plan *p, const void *query, int query_dtype, c
     const int64_t lanes = p->ledger_blocks * QE_LANES;
     const int64_t raw = c.want_mass ? rounded(heads * p->arena_slots) + heads * lanes : 0;
     const int64_t query_floats = rounded(heads * d);
-    float *memory = qe_scratch(1, query_floats + kv * chunks * c.partial_floats + raw);
+    const int turned = p->rope_scale != 1.0f;
+    float *memory = qe_scratch(1, query_floats * (1 + turned) + kv * chunks * c.partial_floats + raw);
     if (!memory) return 1;
     if (key) append(p, key, value, kv_dtype, slots, slot, offset);
     unit->to_float(query, query_dtype, memory, heads * d, p->scale);
-    c.query = memory;
-    c.partial = memory + query_floats;
+    c.query = c.ledger_query = memory;
+    c.partial = memory + query_floats * (1 + turned);
+    if (turned) {
+        float *copy = memory + query_floats;
+        for (int64_t i = 0; i < heads * d; i++) copy[i] = memory[i] * (i % d < p->rotary_dim ? p->rope_scale : 1.0f);
+        c.ledger_query = copy;
+    }
     c.arena_raw = c.partial + kv * chunks * c.partial_floats;
     c.ledger_raw = c.arena_raw + rounded(heads * p->arena_slots);
     if (qe_run(decode_body, &c, (int64_t)c.rows * chunks, unit->task_floats(&c), worth(bytes))) return 1;

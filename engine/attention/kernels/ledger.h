@@ -44,10 +44,10 @@ static void base_rotation(const qe_plan *p, const int32_t *base, int lanes, floa
 }
 
 /* Queries turned back by the base: [r2][hg][2][16]. */
-INLINE void turn_query(const float *q, int d, const float *cs, int r2, float rope_scale, float *out, const int hg) {
+INLINE void turn_query(const float *q, int d, const float *cs, int r2, float *out, const int hg) {
     for (int c = 0; c < r2; c++)
         UNROLL for (int h = 0; h < hg; h++) {
-            vf a = bc(q[(int64_t)h * d + c] * rope_scale), b = bc(q[(int64_t)h * d + c + r2] * rope_scale);
+            vf a = bc(q[(int64_t)h * d + c]), b = bc(q[(int64_t)h * d + c + r2]);
             float *to = out + (int64_t)(c * hg + h) * 2 * QE_LANES;
             UNROLL for (int v = 0; v < HALVES; v++) {
                 vf cosine = ld(cs + c * QE_LANES + v * W), sine = ld(cs + (r2 + c) * QE_LANES + v * W);
@@ -142,9 +142,9 @@ INLINE void block_values(const uint8_t *codes, int d, int planes, int64_t ahead,
     default: CALL(4);       \
     }
 
-static __attribute__((noinline)) void turn_any(const float *q, int d, const float *cs, int r2, float rope_scale,
+static __attribute__((noinline)) void turn_any(const float *q, int d, const float *cs, int r2,
                                                float *out, int hg) {
-#define CALL(n) turn_query(q, d, cs, r2, rope_scale, out, n)
+#define CALL(n) turn_query(q, d, cs, r2, out, n)
     PER_HEADS(hg, CALL)
 #undef CALL
 }
@@ -260,11 +260,11 @@ static void ledger_task(const qe_call *c, int row, int chunk, int next_row, int 
         for (int h0 = 0; h0 < g; h0 += QE_HEADS) {
             const int hg = g - h0 < QE_HEADS ? g - h0 : QE_HEADS;
             const int64_t head = ((int64_t)row * heads + hd) * g + h0; /* rows follow each other: also the query head */
-            const float *q = c->query + head * d;
+            const float *q = c->ledger_query + head * d;
             for (int b = 0; b < blocks; b++) {
                 const int64_t block = unit + b;
                 const int lanes = live - b * QE_LANES < QE_LANES ? live - b * QE_LANES : QE_LANES;
-                turn_any(q, d, at.rotation + (int64_t)b * 2 * r2 * QE_LANES, r2, p->rope_scale, at.turned, hg);
+                turn_any(q, d, at.rotation + (int64_t)b * 2 * r2 * QE_LANES, r2, at.turned, hg);
                 scores_any(p, q, at.turned, p->k_codes + block * code_bytes, p->k_scale + block * scale_items,
                            p->k_zero + block * scale_items, next, at.score + b * block_tokens, tokens, hg);
                 if (lanes < QE_LANES || before)
@@ -288,30 +288,28 @@ static void ledger_task(const qe_call *c, int row, int chunk, int next_row, int 
             }
             for (int gv = 0; gv < groups; gv++) {
                 float offset[QE_HEADS];
-                for (int h = 0; h < hg; h++) { /* fold the value scale into the probabilities, sum the zero points */
-                    vf total = bc(0);
-                    for (int b = 0; b < blocks; b++) {
-                        const uint16_t *scale = p->v_scale + (unit + b) * value_items + gv * block_tokens;
-                        const uint16_t *zero = p->v_zero + (unit + b) * value_items + gv * block_tokens;
-                        const float *s = at.score + h * tokens + b * block_tokens;
-                        float *w = at.weight + h * tokens + b * block_tokens;
-                        const int whole = live - b * QE_LANES >= QE_LANES;
-                        for (int64_t i = 0; i < block_tokens; i += W) {
-                            if (h == 0 && i % 32 == 0) {
-                                PREFETCH((const char *)(scale + i) + next.value_scale);
-                                PREFETCH((const char *)(zero + i) + next.value_scale);
-                            }
-                            vf e = ld(s + i), a = ld_f16(scale + i), z = ld_f16(zero + i);
-                            if (!whole) { /* what lies in unused lanes may be anything */
-                                vi used = e > bc(0);
-                                a = keep(a, used), z = keep(z, used);
-                            }
-                            st(w + i, e * a);
-                            total = fma_(e, z, total);
+                vf zeros[QE_HEADS] = {bc(0), bc(0), bc(0), bc(0)};
+                for (int b = 0; b < blocks; b++) { /* fold the value scale into the probabilities, sum the zero points */
+                    const uint16_t *scale = p->v_scale + (unit + b) * value_items + gv * block_tokens;
+                    const uint16_t *zero = p->v_zero + (unit + b) * value_items + gv * block_tokens;
+                    const float *s = at.score + b * block_tokens;
+                    float *w = at.weight + b * block_tokens;
+                    const int whole = live - b * QE_LANES >= QE_LANES;
+                    for (int64_t i = 0; i < block_tokens; i += W) {
+                        if (i % 32 == 0) {
+                            PREFETCH((const char *)(scale + i) + next.value_scale);
+                            PREFETCH((const char *)(zero + i) + next.value_scale);
+                        }
+                        vf a = ld_f16(scale + i), z = ld_f16(zero + i);
+                        for (int h = 0; h < hg; h++) {
+                            vf e = ld(s + h * tokens + i);
+                            vi used = e > bc(0); /* what lies in unused lanes may be anything */
+                            st(w + h * tokens + i, whole ? e * a : keep(e * a, used));
+                            zeros[h] = fma_(e, whole ? z : keep(z, used), zeros[h]);
                         }
                     }
-                    offset[h] = hsum(total);
                 }
+                for (int h = 0; h < hg; h++) offset[h] = hsum(zeros[h]);
                 const int width = d / groups;
                 float *out = partial + (int64_t)h0 * d + gv * width;
                 for (int h = 0; h < hg; h++)

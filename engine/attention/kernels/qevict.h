@@ -73,6 +73,7 @@ typedef struct {
     int32_t arena_chunks, ledger_chunks; /* tasks per row */
     int64_t partial_floats;              /* floats of one partial: g*d + 2g, rounded up */
     const float *query;                  /* [batch, q_heads, d] fp32, times the softmax scale */
+    const float *ledger_query;           /* the same with rope_scale on the rotated channels */
     float *partial;                      /* [rows*Hd, chunks, partial_floats] */
     float *arena_raw, *ledger_raw;       /* [rows*Hd*g, slots], [rows*Hd*g, NB*16] */
 } qe_call;

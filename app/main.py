@@ -1,0 +1,123 @@
+"""The server: the page and the HTTP interface in one FastAPI application. Nothing happens at import.
+
+Knows how the rooms of the app fit together; computes nothing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from app.context import AppContext, create_context
+from app.settings import Settings
+from app.store_file import StoreError
+from engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+__all__ = ["AppContext", "StartError", "create_app", "create_context", "serve"]
+
+log = logging.getLogger("qevict.app")
+
+SHUTDOWN_SECONDS = 5
+
+
+class StartError(EngineError, RuntimeError):
+    """The server can't start; the text says why."""
+
+
+def create_app(settings: Settings, context: AppContext | None = None) -> FastAPI:
+    """The whole application: routes under /qe, the page at /."""
+    prepare_gradio(settings)
+    import gradio as gr
+    from fastapi import FastAPI
+
+    from app.api import create_router, program_version
+    from app.ui import build_ui, page_options
+
+    shared = context or create_context(settings)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(open_store, shared)
+        yield
+        await asyncio.to_thread(shared.close)
+
+    app = FastAPI(title="QEvict Lab", version=program_version(), lifespan=lifespan)
+    app.state.context = shared
+    app.include_router(create_router(shared))  # before the page, which takes every other address
+    mounted: FastAPI = gr.mount_gradio_app(app, build_ui(shared), path="/", show_error=True, **page_options())
+    return mounted
+
+
+def prepare_gradio(settings: Settings) -> None:
+    """Sets what Gradio reads from the environment when it is imported: no telemetry, files in a folder of our own."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    os.environ.setdefault("GRADIO_TEMP_DIR", str((settings.data_dir / "gradio").resolve()))
+
+
+def open_store(context: AppContext) -> None:
+    """Opens the store; where that fails the server runs without one and says so."""
+    try:
+        context.sessions.open()
+    except StoreError as error:
+        log.error("%s", error)
+
+
+def serve(settings: Settings) -> None:
+    """Runs the server until it is told to end; runs that are going on are kept as "interrupted".
+
+    Raises:
+        StartError: the port is taken or can't be used.
+    """
+    import uvicorn
+
+    listening = _listen(settings)
+    port = listening.getsockname()[1]
+    try:
+        context = create_context(settings)
+        app = create_app(settings, context)
+        shown = "127.0.0.1" if settings.host in ("0.0.0.0", "::", "") else settings.host
+        print(f"QEvict Lab is at http://{shown}:{port}/ (end it with Ctrl-C)", flush=True)
+
+        class Server(uvicorn.Server):
+            async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+                # Event streams never end by themselves: end them before uvicorn waits for them.
+                await asyncio.to_thread(context.close)
+                await super().shutdown(sockets)
+
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            proxy_headers=settings.hosted,
+        )
+        Server(config).run(sockets=[listening])
+    finally:
+        listening.close()
+
+
+def _listen(settings: Settings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((settings.host, settings.port))
+        listening.listen(128)  # here, not later: two servers may bind one port until one of them listens
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {settings.port} is taken: end the program that uses it, or set PORT to another one."
+        elif error.errno == errno.EACCES:
+            why = f"port {settings.port} needs special rights: set PORT to one above 1023."
+        else:
+            why = f"{settings.host}:{settings.port} can't be used: {error.strerror or error}."
+        raise StartError(why) from error
+    return listening

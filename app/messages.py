@@ -1,0 +1,81 @@
+"""Small pieces of HTML that the tabs share: a notice, an error, the status line. Every word is escaped.
+
+Knows neither layout nor where the words come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+
+from app.run_watch import Standing
+from app.texts import text
+
+
+def notices_html(sentences: Sequence[str]) -> str:
+    """Notices as one calm block each; empty without sentences."""
+    return "".join(f'<div class="qe-page-message" role="status">{escape(sentence)}</div>' for sentence in sentences)
+
+
+def error_html(sentence: str) -> str:
+    """An error as a block that a screen reader announces at once."""
+    return f'<div class="qe-page-message qe-bad" role="alert">{escape(sentence)}</div>'
+
+
+def status_html(sentence: str) -> str:
+    """The status line, announced politely."""
+    return f'<p class="qe-page-status" role="status" aria-live="polite">{escape(sentence)}</p>'
+
+
+def hint_html(sentence: str) -> str:
+    """A small explanation under a field."""
+    return f'<div class="qe-hint">{escape(sentence)}</div>'
+
+
+STAGES = {
+    "load": "status.stage_load",
+    "convert": "model.stage_convert",
+    "download": "model.stage_download",
+    "prefill": "status.stage_prefill",
+    "reference": "status.stage_reference",
+}
+ENDS = {
+    "eos": "status.ended_eos",
+    "length": "status.ended_length",
+    "stop": "status.ended_stop",
+    "interrupted": "status.ended_interrupted",
+    "error": "status.ended_error",
+}
+
+
+EARLY_ENDS = {"stop": "status.early_stop", "interrupted": "status.early_stop", "error": "status.early_error"}
+"""What is said instead where no token had been generated."""
+
+
+def standing_sentence(now: Standing, lang: str, *, stopping: bool = False) -> str:
+    """One sentence on where a run stands."""
+    if now.state == "ended":
+        if not now.tokens and now.why in EARLY_ENDS:
+            return text(lang, EARLY_ENDS[now.why])
+        return text(lang, ENDS.get(now.why, "status.ended_interrupted"))
+    if stopping:
+        return text(lang, "status.stopping")
+    if now.state == "queued":
+        return text(lang, "status.queued", position=now.ahead) if now.ahead else text(lang, "status.starting")
+    if now.stage in STAGES and now.done < now.total and (now.state == "loading" or not now.tokens):
+        stage = text(lang, STAGES[now.stage])
+        return text(lang, "status.progress", stage=stage, done=_count(now.done), total=_count(now.total))
+    if now.state == "loading":
+        return text(lang, "status.stage_load")
+    if not now.planned:
+        return text(lang, "status.starting")
+    if not now.tokens:
+        return text(lang, "status.stage_prefill")
+    if now.rate is None:
+        return text(lang, "status.running_no_rate", tokens=now.tokens, planned=now.planned)
+    return text(lang, "status.running", tokens=now.tokens, planned=now.planned, rate=f"{now.rate:.1f}")
+
+
+def _count(number: int) -> str:
+    """A count with thin spaces between thousands, the same in both languages."""
+    return f"{number:,}".replace(",", "\u2009")

@@ -1,0 +1,135 @@
+"""The result table of a run: its summary's figures, each with its unit and how it was obtained.
+
+Knows the shape of `EndEvent.summary` and the texts; knows neither server nor session store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from app.texts import text
+
+Row = tuple[str, str, str]
+
+
+def format_bytes(count: float, lang: str) -> str:
+    """Bytes in decimal units with three digits, such as "5.45 MB": the board's way."""
+    size = float(count)
+    for key in ("unit.bytes", "unit.kilo", "unit.mega"):
+        if size < 999.5:
+            return f"{_digits(size)} {text(lang, key)}"
+        size /= 1000
+    return f"{_digits(size)} {text(lang, 'unit.giga')}"
+
+
+def format_share(share: float) -> str:
+    """A share in [0, 1] as a percentage with one decimal, two below one per cent."""
+    return f"{share * 100:.2f} %" if 0 < share < 0.01 else f"{share * 100:.1f} %"
+
+
+def format_ms(ms: float, lang: str) -> str:
+    """Milliseconds, from one second on in seconds."""
+    if ms < 1000:
+        return f"{_digits(ms)} {text(lang, 'unit.ms')}"
+    return f"{_digits(ms / 1000)} {text(lang, 'unit.seconds')}"
+
+
+def rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
+    """(figure, value, how it was obtained) for each figure that the run measured."""
+
+    def say(key: str, **values: object) -> str:
+        return text(lang, f"result.{key}", **values)
+
+    out: list[Row] = []
+    kv = _table(summary, "kv")
+    dtype = str(kv.get("kv_dtype", "?"))
+    for name, key in (("peak_persistent_bytes", "kv_bytes"), ("total_bytes", "kv_total"), ("full_kv_bytes", "full_kv")):
+        if _number(kv.get(name)):
+            out.append((say(key), format_bytes(kv[name], lang), say(f"{key}_how", dtype=dtype)))
+    if _number(kv.get("share")):
+        out.append((say("share"), format_share(kv["share"]), say("share_how", dtype=dtype)))
+    out += _metric_rows(summary, lang)
+    out += _timing_rows(summary, lang)
+    for name, key in (("prefill_peak_bytes", "prefill_peak"), ("scoring_bytes", "scoring")):
+        if _number(kv.get(name)):
+            out.append((say(key), format_bytes(kv[name], lang), say(f"{key}_how")))
+    return out
+
+
+def _metric_rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
+    def say(key: str, **values: object) -> str:
+        return text(lang, f"result.{key}", **values)
+
+    out: list[Row] = []
+    metrics = _table(summary, "metrics")
+    if not metrics:
+        out.append((say("fmm"), say("not_measured"), say("reference_off")))
+    for name in ("fmm", "fmm_history", "fmm_fp_only"):
+        if _number(metrics.get(name)):
+            out.append((say(name), format_share(metrics[name]), say(f"{name}_how")))
+    mass = metrics.get("mass_share")
+    if isinstance(mass, Mapping) and all(_number(mass.get(name)) for name in ("full", "quant", "evicted")):
+        value = " / ".join(format_share(mass[name]) for name in ("full", "quant", "evicted"))
+        out.append((say("mass"), value, say("mass_how")))
+    if _number(metrics.get("churn")):
+        out.append((say("churn"), f"{metrics['churn']:.4f}", say("churn_how")))
+    return out
+
+
+def _timing_rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
+    def say(key: str, **values: object) -> str:
+        return text(lang, f"result.{key}", **values)
+
+    out: list[Row] = []
+    timing, routing = _table(summary, "timing"), _table(summary, "routing")
+    measured = bool(_table(summary, "metrics"))
+    if _number(timing.get("tokens_per_s")):
+        how = say("rate_how") if measured else say("rate_how_plain")
+        out.append((say("rate"), f"{timing['tokens_per_s']:.1f}", how))
+    if _number(timing.get("ttft_ms")):
+        how = say("ttft_how", tokens=timing.get("prompt_tokens", "?"))
+        out.append((say("ttft"), format_ms(timing["ttft_ms"], lang), how))
+    if _number(timing.get("tpot_ms")):
+        out.append((say("tpot"), format_ms(timing["tpot_ms"], lang), say("tpot_how")))
+    if summary.get("backend"):
+        out.append((say("backend"), str(summary["backend"]), say("backend_how")))
+    if measured and _number(timing.get("reference_share")):
+        out.append((say("reference"), format_share(timing["reference_share"]), say("reference_how")))
+    if _number(routing.get("events")):
+        counts = {name: routing.get(name, 0) for name in ("events", "promotions", "demotions", "evictions")}
+        out.append((say("routing"), say("routing_value", **counts), say("routing_how")))
+    return out
+
+
+def result_html(summary: Mapping[str, Any], lang: str) -> str:
+    """The table as HTML; empty where there is no figure. All cells are escaped."""
+    figures = rows(summary, lang)
+    if not _table(summary, "kv"):
+        return ""
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td class="qe-number">{escape(value)}</td><td>{escape(how)}</td></tr>'
+        for name, value, how in figures
+    )
+    head = "".join(f'<th scope="col">{escape(text(lang, f"result.{key}"))}</th>' for key in ("figure", "value", "how"))
+    return (
+        f'<section class="qe-doc qe-result"><h2>{escape(text(lang, "result.title"))}</h2>'
+        f'<table class="qe-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+        f'<p class="qe-page-note">{escape(text(lang, "result.speed_note"))}</p></section>'
+    )
+
+
+def _table(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = summary.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _digits(value: float) -> str:
+    if value >= 100 or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"

@@ -1,0 +1,95 @@
+"""The body of POST /qe/runs: bounded, JSON, every key known.
+
+Knows presets and the run request; knows no queue.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi import HTTPException, Request
+
+from app.run_request import RunRequest
+from app.settings import Settings
+from engine.config import QEvictConfig
+from engine.errors import ConfigError
+
+TEXTS = ("prompt", "model", "preset", "title", "device", "dtype", "lang")
+KEYS = (*TEXTS, "config", "options", "raise_budget", "watched_row")
+SPARE_BYTES = 65_536
+
+
+async def read_request(request: Request, settings: Settings) -> RunRequest:
+    """The run that a request's body asks for.
+
+    Raises:
+        HTTPException: 415 not JSON by its type, 413 too large, 400 not a JSON object.
+        ConfigError: an unknown key, a wrong type or a value out of range.
+    """
+    # A page of another origin can't send this type without being asked first, so it can't start runs here.
+    if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, "the body must be JSON: send Content-Type: application/json.")
+    # JSON may write one character as \uXXXX\uXXXX: 12 bytes.
+    limit = settings.max_prompt_chars * 12 + SPARE_BYTES
+    data = bytearray()
+    async for chunk in request.stream():
+        data += chunk
+        if len(data) > limit:
+            raise HTTPException(413, f"the body must have at most {limit} bytes.")
+    try:
+        body = json.loads(bytes(data), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise HTTPException(400, "the body must be a JSON object, and this is not JSON.") from error
+    if not isinstance(body, dict):
+        raise HTTPException(400, "the body must be a JSON object.")
+    return build_request(body)
+
+
+def build_request(body: dict[str, Any]) -> RunRequest:
+    """The run that plain values ask for; `config` changes what `preset` says.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type or a value out of range.
+    """
+    for name, value in body.items():
+        if name not in KEYS:
+            raise ConfigError(f"unknown key {name[:40]!r}; known are {', '.join(sorted(KEYS))}.")
+        kind: type = str
+        if name in ("config", "options"):
+            kind = dict
+        elif name == "raise_budget":
+            kind = bool
+        elif name == "watched_row":
+            kind = int
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ConfigError(f"{name} must be of type {kind.__name__}, got {str(value)[:40]!r}.")
+    options = body.get("options", {})
+    changes = dict(body.get("config", {}))
+    if "max_new_tokens" in options and isinstance(options["max_new_tokens"], int):
+        changes.setdefault("planned_new_tokens", options["max_new_tokens"])
+    return RunRequest(
+        prompt=body.get("prompt", ""),
+        model=body.get("model", "embedded"),
+        config=_config(body.get("preset", ""), changes),
+        options=options,
+        preset=body.get("preset", ""),
+        title=body.get("title", ""),
+        device=body.get("device", "auto"),
+        dtype=body.get("dtype", "auto"),
+        raise_budget=body.get("raise_budget", False),
+        watched_row=body.get("watched_row", 0),
+        lang=body.get("lang", "en"),
+    )
+
+
+def _config(preset: str, changes: dict[str, Any]) -> QEvictConfig:
+    if not preset:
+        return QEvictConfig.from_mapping(changes)
+    from presets.loader import load_preset
+
+    return load_preset(preset).config.replace(**changes)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")

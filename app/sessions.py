@@ -1,0 +1,415 @@
+"""The session store: every run as it happens, in SQLite.
+
+What is stored is the very wire bytes, so that a live view, a replay, an export and a test read the same thing.
+All writing happens in one thread, in few large transactions; reading opens its own connection. Knows no server,
+no engine beyond the trace's error texts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import sqlite3
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+from sqlite_utils import Database
+
+from app.events import head
+from app.store_file import Owner, StoreError, explain, open_database, prepare
+from app.store_writer import Writer
+from engine.errors import EngineError, TraceError
+from engine.trace import EndEvent, ErrorEvent, encode
+
+log = logging.getLogger("qevict.sessions")
+
+STATES = ("queued", "running", "done", "stopped", "interrupted", "error")
+PAGE = 256
+TITLE_CHARS = 200
+SKIPPED_BY_A_KEYFRAME = ("route", "key", "score", "prog")
+
+Result = TypeVar("Result")
+
+
+class UnknownSessionError(EngineError, KeyError):
+    """There is no session of that id."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+@dataclass(frozen=True, slots=True)
+class SessionInfo:
+    """One session's row. `created` is seconds since 1970; `title` and `model` are untrusted text."""
+
+    id: str
+    created: float
+    model: str
+    policy: str
+    title: str
+    state: str
+    num_events: int
+    settings: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    damage: str = ""
+
+
+Rows: TypeAlias = list[dict[str, Any]]
+Infos: TypeAlias = list[SessionInfo]
+
+
+def new_session_id() -> str:
+    """An id that can't be guessed: 128 random bits."""
+    return secrets.token_urlsafe(16)
+
+
+def clean_title(text: str) -> str:
+    """One line of at most `TITLE_CHARS` characters, without control characters."""
+    line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text)
+    line = " ".join(line.split())
+    return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
+
+
+class Sessions:
+    """All sessions of one database file. Safe from any thread.
+
+    Args:
+        path: the database; its folder is made.
+        wait_seconds: how long a locked database is tried.
+        max_backlog: messages kept in memory while the disk refuses them; later ones are lost.
+    """
+
+    def __init__(self, path: Path, *, wait_seconds: float = 5.0, max_backlog: int = 8192) -> None:
+        self.path = path
+        self._wait_seconds = wait_seconds
+        self._max_backlog = max_backlog
+        self._writer: Writer | None = None
+        self._owner: Owner | None = None
+        self._opening = threading.Lock()
+
+    def open(self) -> None:
+        """Makes or migrates the database and starts the writer; sessions of dead processes become "interrupted".
+
+        Raises:
+            StoreError: the folder or file can't be written, is not ours, is damaged, or comes from a later release.
+        """
+        with self._opening:
+            if self._writer is not None:
+                return
+            owner = prepare(self.path, self._wait_seconds, self._interrupt)
+            self._owner = owner
+            self._writer = Writer(self.path, self._wait_seconds, self._max_backlog)
+
+    def close(self) -> None:
+        """Writes what is waiting and lets the file go; `open` may be called again."""
+        with self._opening:
+            writer, self._writer = self._writer, None
+            owner, self._owner = self._owner, None
+        if writer is not None:
+            writer.close()
+        if owner is not None:
+            owner.release()
+
+    @property
+    def trouble(self) -> str:
+        """One sentence if the store can't write at the moment, else empty."""
+        return "" if self._writer is None else self._writer.trouble
+
+    # writing
+
+    def create(
+        self,
+        *,
+        model: str,
+        policy: str,
+        settings: Mapping[str, Any],
+        title: str = "",
+        versions: Mapping[str, Any] | None = None,
+        session: str | None = None,
+        state: str = "running",
+    ) -> str:
+        """Stores a new session and returns its id.
+
+        Raises:
+            StoreError: it could not be stored.
+        """
+        self.open()
+        row = {
+            "id": session or new_session_id(),
+            "created": time.time(),
+            "model": model,
+            "policy": policy,
+            "settings": json.dumps(dict(settings), ensure_ascii=False),
+            "title": clean_title(title),
+            "state": state,
+            "versions": json.dumps(dict(versions or {}), ensure_ascii=False),
+            "summary": "{}",
+            "num_events": 0,
+            "owner": self._owner.name if self._owner is not None else "",
+        }
+        self._now(lambda db: db.table("session").insert(row))
+        return str(row["id"])
+
+    def append(self, session: str, rows: Sequence[bytes]) -> Future[None]:
+        """Queues wire messages; the future is done when they are on disk, or holds a `StoreError`.
+
+        A message of a session that has been deleted is dropped.
+        """
+        numbered = []
+        for body in rows:
+            kind, seq, event_id = head(body)
+            numbered.append((session, seq, kind, event_id, body))
+        return self._ready().rows(numbered)
+
+    def update(self, session: str, **values: Mapping[str, Any] | str) -> Future[None]:
+        """Queues new values of `model`, `title`, `state`, `versions` or `summary`."""
+        changes = {
+            name: clean_title(value) if name == "title" else value
+            for name, value in values.items()
+            if isinstance(value, str)
+        } | {
+            name: json.dumps(dict(value), ensure_ascii=False)
+            for name, value in values.items()
+            if isinstance(value, Mapping)
+        }
+        unknown = set(changes) - {"model", "title", "state", "versions", "summary"}
+        if unknown:
+            raise StoreError(f"a session has no changeable field {sorted(unknown)[0]!r}.")
+        if changes.get("state", "running") not in STATES:
+            raise StoreError(f"state must be one of {', '.join(STATES)}, got {changes['state']!r}.")
+        sets = ", ".join(f"{name} = ?" for name in changes)
+        return self._ready().statement(f"update session set {sets} where id = ?", [*changes.values(), session])
+
+    def finish(self, session: str, state: str, summary: Mapping[str, Any] | None = None) -> Future[None]:
+        """Queues a session's end; `state` is one of "done", "stopped", "interrupted", "error"."""
+        return self.update(session, state=state, summary=summary or {})
+
+    def rename(self, session: str, title: str) -> None:
+        """Changes the title; control characters go.
+
+        Raises:
+            UnknownSessionError: no such session.
+        """
+        self.get(session)
+        self._result(self.update(session, title=title))
+
+    def delete(self, session: str) -> None:
+        """Removes a session and everything in it from the file: freed pages are overwritten, the log emptied.
+
+        Raises:
+            UnknownSessionError: no such session.
+        """
+        self.get(session)
+
+        def remove(db: Database) -> None:
+            with db.atomic():
+                for table, column in (("event", "session"), ("mark", "session"), ("session", "id")):
+                    db.execute(f"delete from {table} where {column} = ?", [session])
+
+        self._now(remove)
+        self._now(_empty_log)
+
+    def mark(self, session: str, event_id: int, row: int, windows: Sequence[int], text: str, author: str = "") -> None:
+        """Stores a note on windows of a session."""
+        self.get(session)
+        note = {
+            "session": session,
+            "r": event_id,
+            "row": row,
+            "windows": json.dumps(list(windows)),
+            "text": text,
+            "author": author,
+            "created": time.time(),
+        }
+        self._now(lambda db: db.table("mark").insert(note))
+
+    def answer(self, lesson: str, step: str, choice: str, correct: bool | None = None, ms: int = 0) -> None:
+        """Stores an answer given in a lesson; nothing says by whom."""
+        row = {
+            "lesson": lesson,
+            "step": step,
+            "choice": choice,
+            "correct": None if correct is None else int(correct),
+            "ms": ms,
+            "created": time.time(),
+        }
+        self._now(lambda db: db.table("answer").insert(row))
+
+    def flush(self) -> None:
+        """Returns when everything queued before is on disk."""
+        self._now(lambda db: None)
+
+    # reading
+
+    def list(self, limit: int = 200, offset: int = 0) -> Infos:
+        """Sessions, newest first."""
+        sql = "select * from session order by created desc, id limit ? offset ?"
+        return [_info(row) for row in self._select(sql, [limit, offset])]
+
+    def get(self, session: str) -> SessionInfo:
+        """One session.
+
+        Raises:
+            UnknownSessionError: no such session.
+        """
+        rows = self._select("select * from session where id = ?", [session])
+        if not rows:
+            raise UnknownSessionError(f"there is no session {session[:40]!r}.")
+        return _info(rows[0])
+
+    def marks(self, session: str) -> Rows:
+        """Notes of a session, oldest first; `windows` is a list."""
+        rows = self._select("select * from mark where session = ? order by id", [session])
+        return [{**row, "windows": json.loads(row["windows"])} for row in rows]
+
+    def last_seq(self, session: str) -> int:
+        """Number of the newest stored message, -1 if there is none."""
+        return int(self._select("select coalesce(max(seq), -1) as n from event where session = ?", [session])[0]["n"])
+
+    def keyframe_before(self, session: str, seq: int) -> int | None:
+        """Number of the last keyframe before message `seq`, None if there is none."""
+        sql = "select max(seq) as n from event where session = ? and kind = 'key' and seq < ?"
+        number = self._select(sql, [session, seq])[0]["n"]
+        return None if number is None else int(number)
+
+    def events(self, session: str, from_seq: int = 0, kinds: Sequence[str] | None = None) -> Iterator[bytes]:
+        """Stored messages in order, read page by page.
+
+        Where the store is damaged, an `err` message says so and an `end` closes the trace: a reader gets all that
+        comes before the damage.
+
+        Raises:
+            UnknownSessionError: no such session (at the call).
+            StoreError: the database can't be read at all (at the call).
+        """
+        self.get(session)
+        return self._pages(session, from_seq, kinds, None)
+
+    def catch_up(self, session: str, from_seq: int) -> Iterator[bytes]:
+        """What brings a reader at `from_seq` up to now: text and figures in full, the board from the last keyframe."""
+        self.get(session)
+        return self._pages(session, from_seq, None, self.keyframe_before(session, self.last_seq(session) + 1))
+
+    def _pages(self, session: str, from_seq: int, kinds: Sequence[str] | None, keyframe: int | None) -> Iterator[bytes]:
+        sql = "select seq, body from event where session = ? and seq >= ?"
+        tail: tuple[Any, ...] = ()
+        whole = kinds is None and keyframe is None
+        if kinds is not None:
+            sql += f" and kind in ({', '.join('?' * len(kinds))})"
+            tail += tuple(kinds)
+        if keyframe is not None:
+            sql += f" and (seq >= ? or kind not in ({', '.join('?' * len(SKIPPED_BY_A_KEYFRAME))}))"
+            tail += (keyframe, *SKIPPED_BY_A_KEYFRAME)
+        sql += " order by seq limit ?"
+        while True:
+            try:
+                rows = self._select(sql, [session, from_seq, *tail, PAGE])
+            except StoreError as error:
+                yield from _damaged(from_seq, str(error))
+                return
+            for row in rows:
+                if whole and row["seq"] != from_seq:
+                    yield from _damaged(from_seq, f"messages {from_seq} to {row['seq'] - 1} are not in the store.")
+                    return
+                from_seq = row["seq"] + 1
+                if not _sound(row["body"], row["seq"]):
+                    log.warning("session %s: message %d is damaged", session, row["seq"])
+                    yield from _damaged(row["seq"], f"the stored trace is damaged at message {row['seq']}.")
+                    return
+                yield row["body"]
+            if len(rows) < PAGE:
+                return
+
+    def _select(self, sql: str, values: Sequence[Any]) -> Rows:
+        self.open()
+        try:
+            with closing(open_database(self.path, self._wait_seconds, read_only=True)) as db:
+                return list(db.query(sql, values))
+        except (sqlite3.Error, OSError) as error:
+            raise explain(error, self.path) from error
+
+    def _ready(self) -> Writer:
+        self.open()
+        writer = self._writer
+        if writer is None:
+            raise StoreError("the session store is closed.")
+        return writer
+
+    def _now(self, work: Callable[[Database], Any]) -> None:
+        self._result(self._ready().work(work))
+
+    def _result(self, future: Future[Result]) -> Result:
+        return future.result()
+
+    def _interrupt(self, db: Database, dead: Callable[[str], bool]) -> None:
+        """Closes the traces of runs whose process has died."""
+        for row in list(db.query("select id, owner from session where state in ('queued', 'running')")):
+            if not dead(row["owner"]):
+                continue
+            last = next(iter(db.query("select max(seq) as n from event where session = ?", [row["id"]])))["n"]
+            seq = 0 if last is None else int(last) + 1
+            end = encode(EndEvent("interrupted", {}, seq))
+            with db.atomic():
+                db.execute("insert into event values (?, ?, 'end', null, ?)", [row["id"], seq, end])
+                db.execute(
+                    "update session set state = 'interrupted', num_events = ? where id = ?", [seq + 1, row["id"]]
+                )
+            log.info("session %s was cut off; it is kept as interrupted", row["id"])
+
+
+def _empty_log(db: Database) -> None:
+    """Moves the write-ahead log into the file and cuts it; a reader may hold it up for a moment."""
+    for _ in range(40):
+        busy, _, _ = db.execute("pragma wal_checkpoint(truncate)").fetchone()
+        if not busy:
+            return
+        time.sleep(0.05)
+
+
+def _info(row: Mapping[str, Any]) -> SessionInfo:
+    damage = ""
+    values: dict[str, dict[str, Any]] = {}
+    for name in ("settings", "versions", "summary"):
+        try:
+            parsed = json.loads(row[name] or "{}")
+            if not isinstance(parsed, dict):
+                raise ValueError("not a table")
+        except (ValueError, TypeError):
+            parsed, damage = {}, f"the stored {name} are damaged."
+        values[name] = parsed
+    return SessionInfo(
+        id=row["id"],
+        created=row["created"],
+        model=row["model"],
+        policy=row["policy"],
+        title=row["title"],
+        state=row["state"],
+        num_events=row["num_events"],
+        damage=damage,
+        **values,
+    )
+
+
+def _sound(body: object, seq: int) -> bool:
+    """Whether a stored body is the whole wire message that it should be."""
+    if not isinstance(body, bytes):
+        return False
+    try:
+        json.loads(body)
+        return head(body)[1] == seq
+    except (ValueError, TraceError):
+        return False
+
+
+def _damaged(seq: int, sentence: str) -> Iterator[bytes]:
+    yield encode(ErrorEvent(f"{sentence} What comes before it is shown."), seq)
+    yield encode(EndEvent("interrupted"), seq + 1)

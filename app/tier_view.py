@@ -1,0 +1,168 @@
+"""The tier board as a Gradio component: a small value in, the board of assets/js out.
+
+The value says what to show, never the data itself: the browser follows the run's own stream or fetches the
+recorded trace. Knows the wire to the browser; knows no run, no session, no model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cache
+from typing import Any
+
+import gradio as gr
+
+from app.texts import all_texts
+from visuals.replay import ASSETS, SCRIPTS, STYLES
+
+LANGUAGES = ("en", "zh")
+IDLE: dict[str, Any] = {"mode": "idle", "sid": "", "base": "qe"}
+
+_ON_LOAD = """
+const host = element.querySelector(".qe-host");
+const files = props.files;
+const add = (tag, attributes) => new Promise((done, failed) => {
+  const node = document.createElement(tag);
+  node.onload = done;
+  node.onerror = () => failed(new Error(attributes.src || attributes.href));
+  Object.assign(node, attributes);
+  document.head.appendChild(node);
+});
+const load = async () => {
+  // Fetched side by side; async = false keeps the order in which the scripts run.
+  await Promise.all([
+    ...files.styles.map((href) => add("link", { rel: "stylesheet", href })),
+    ...files.scripts.map((src) => add("script", { async: false, src })),
+  ]);
+};
+const words = () => props.texts[document.documentElement.lang.slice(0, 2)] || props.texts.en;
+const start = async () => {
+  // A page that carries the board's scripts itself (visuals.replay.page_script) needs no fetch.
+  if (window.qeBoardFiles || !window.QEvictView) await (window.qeBoardFiles = window.qeBoardFiles || load());
+  const boards = (window.qeBoards = window.qeBoards || new Map());
+  const name = props.board;
+  if (boards.has(name)) boards.get(name).destroy();
+  const scale = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--qe-scale")) || 1;
+  const projector = document.body.classList.contains("qe-projector");
+  const view = new window.QEvictView(host, { texts: words(), scale, projector });
+  boards.set(name, view);
+  new MutationObserver(() => view.destroyed || view.setTexts(words()))
+    .observe(document.documentElement, { attributes: true, attributeFilter: ["lang"] });
+  let shown = "";
+  const place = (value) => {
+    if (value.l !== undefined && value.l !== null) view.setRow(value.l);
+    if (value.r !== undefined && value.r !== null) view.seekEvent(value.r);
+  };
+  const show = async () => {
+    const value = props.value || {};
+    const wish = JSON.stringify(value);
+    if (wish === shown || view.destroyed) return;
+    shown = wish;
+    if (value.mode === "live" && value.sid) {
+      view.follow(value.base || "qe", value.sid);
+      place(value);
+    } else if (value.mode === "replay" && value.src) {
+      let lines = "";
+      try {
+        const answer = await fetch(value.src);
+        if (!answer.ok) throw new Error(String(answer.status));
+        lines = await answer.text();
+      } catch (error) {
+        if (wish === shown) view.fail(error.message);
+        return;
+      }
+      if (wish !== shown || view.destroyed) return;
+      view.load(lines);
+      const plays = value.play === undefined ? !value.sid : value.play;
+      if (!plays && (value.r === undefined || value.r === null)) view.seek(Infinity);
+      place(value);
+      if (plays && !matchMedia("(prefers-reduced-motion: reduce)").matches) view.play();
+    } else if (value.mode === "idle") {
+      view.load("");
+    }
+  };
+  watch("value", show);
+  await show();
+};
+start().catch((error) => { host.textContent = String(error.message || error); });
+"""
+
+
+@cache
+def board_files() -> dict[str, list[str]]:
+    """Addresses of the board's styles and scripts, in the order in which they must load."""
+
+    def address(folder: str, name: str) -> str:
+        data = (ASSETS / folder / name).read_bytes()
+        return f"qe/static/{folder}/{name}?v={hashlib.sha256(data).hexdigest()[:12]}"
+
+    # The page brings its own words, so that the English ones of the scripts need not travel.
+    scripts = SCRIPTS[1:] if board_texts()["en"] else SCRIPTS
+    return {
+        "styles": [address("css", name) for name in STYLES],
+        "scripts": [address("js", name) for name in scripts],
+    }
+
+
+@cache
+def board_texts() -> dict[str, dict[str, str]]:
+    """The words of the board, by language and flat key."""
+    return {
+        lang: {key: words for key, words in all_texts(lang).items() if key.startswith("view.")} for lang in LANGUAGES
+    }
+
+
+class TierView(gr.HTML):
+    """Lanes of one row, atlas of all rows, memory, curves, text and transport of one run.
+
+    The value is a dict, or its JSON:
+        mode: "idle", "live" (follows session `sid` under `base`), or "replay" (fetches NDJSON from `src`).
+        r, l: routing event and board row to start at, if any.
+        play: whether a replay starts by itself; without it, a replay that has no `sid` does.
+    """
+
+    def __init__(
+        self,
+        value: dict[str, Any] | str | None = None,
+        *,
+        elem_id: str = "qe-board",
+        elem_classes: list[str] | str | None = None,
+        visible: bool = True,
+        render: bool = True,
+        key: int | str | None = None,
+    ) -> None:
+        super().__init__(
+            value=value if value is not None else dict(IDLE),
+            html_template='<div class="qe-host"></div>',
+            js_on_load=_ON_LOAD,
+            apply_default_css=False,
+            elem_id=elem_id,
+            elem_classes=elem_classes,
+            visible=visible,
+            render=render,
+            key=key,
+            padding=False,
+            texts=board_texts(),
+            files=board_files(),
+            board=elem_id,
+        )
+
+    def preprocess(self, payload: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The value as a dict; anything else is idle."""
+        return payload if isinstance(payload, dict) else dict(IDLE)
+
+    def postprocess(self, value: dict[str, Any] | str | None) -> dict[str, Any]:  # type: ignore[override]
+        """A dict as it is, JSON read, None idle."""
+        if isinstance(value, str):
+            value = json.loads(value) if value.strip() else None
+        return dict(value) if isinstance(value, dict) else dict(IDLE)
+
+    def api_info(self) -> dict[str, Any]:
+        return {"type": "object"}
+
+    def example_payload(self) -> dict[str, Any]:
+        return dict(IDLE)
+
+    def example_value(self) -> dict[str, Any]:
+        return dict(IDLE)

@@ -1,0 +1,227 @@
+/* The elements of QEvictView, in the order in which they stand on the page. */
+(function (root) {
+  "use strict";
+
+  const { el, icon, SPEEDS } = root.QEvictView.parts;
+  const KEYS = [
+    ["← →  PgUp PgDn", "view.key_step"],
+    ["↑ ↓", "view.key_row"],
+    ["Home End", "view.key_ends"],
+    ["Space", "view.key_play"],
+    ["[ ]", "view.key_speed"],
+    ["L", "view.key_loop"],
+    ["Shift L", "view.key_range"],
+    ["P", "view.key_promotion"],
+    [", .", "view.key_window"],
+    ["+ - 0", "view.key_zoom"],
+    ["R", "view.key_regret"],
+    ["Esc", "view.key_close"],
+    ["?", "view.key_sheet"],
+  ];
+
+  Object.assign(root.QEvictView.prototype, {
+    _build() {
+      const { host } = this;
+      const ui = (this.ui = {});
+      host.classList.add("qe");
+      host.tabIndex = 0;
+      host.setAttribute("role", "group");
+      host.setAttribute("aria-label", this._t("view.label"));
+      ui.legend = el("div", "qe-legend", host);
+      this._legend();
+
+      const status = el("div", "qe-status", host);
+      ui.where = el("b", "qe-where", status);
+      ui.firstRouting = el("span", "qe-note", status);
+      ui.counts = el("span", "qe-counts", status);
+      ui.countNodes = ["promoted", "demoted", "evicted_count", "aged"].map((name) => {
+        const item = el("span", `qe-count qe-count-${name}`, ui.counts);
+        el("i", "", item, { "aria-hidden": "true" });
+        el("span", "", item).textContent = this._t(`view.${name}`);
+        return el("b", "", item);
+      });
+      ui.note = el("div", "qe-message", host, { role: "status" });
+      ui.progress = el("progress", "qe-progress", host, { "aria-label": this._t("view.stage_prefill") });
+      ui.live = el("div", "qe-hidden", host, { "aria-live": "polite" });
+
+      const title = el("div", "qe-title", host);
+      ui.rowName = el("b", "", title);
+      ui.rowMoves = el("span", "qe-note", title);
+      ui.facts = el("span", "qe-facts", title);
+      ui.lanes = el("div", "qe-lanes", host);
+      ui.lanesCanvas = el("canvas", "", ui.lanes, { role: "img" });
+      ui.laneLabels = ["full", "quant", "evicted"].map((name) => {
+        const label = el("div", `qe-lane qe-lane-${name}`, ui.lanes, { "aria-hidden": "true" });
+        el("b", "", label);
+        el("span", "", label);
+        el("span", "qe-lane-size", label);
+        return label;
+      });
+
+      const meters = el("div", "qe-meters", host);
+      this._buildMemory(meters);
+      ui.curves = el("div", "qe-curves", meters);
+      const chart = (name) => {
+        const box = el("div", "qe-curve", ui.curves);
+        const head = el("div", "qe-curve-head", box);
+        const out = { name: el("b", "", head), long: el("span", "qe-note", head), value: el("strong", "", head), sub: el("span", "qe-note qe-line", box) };
+        out.name.textContent = this._t(`view.${name}`);
+        out.long.textContent = this._t(`view.${name}_long`);
+        const plot = el("div", "qe-plot", box);
+        out.canvas = el("canvas", "", plot, { role: "img" });
+        out.pending = el("span", "qe-pending", plot);
+        return out;
+      };
+      ui.fmm = chart("fmm");
+      ui.churn = chart("churn");
+      ui.noReference = el("p", "qe-note qe-no-reference", meters);
+      ui.noReference.textContent = this._t("view.no_reference");
+
+      ui.atlasTitle = el("div", "qe-title qe-note qe-atlas-title", host);
+      ui.atlas = el("div", "qe-atlas", host);
+      ui.frameCanvas = el("canvas", "", ui.atlas, { "aria-hidden": "true" });
+      ui.atlasCanvas = el("canvas", "", ui.atlas, { role: "img" });
+      ui.overlayCanvas = el("canvas", "", ui.atlas, { "aria-hidden": "true" });
+      ui.brush = el("div", "qe-brush", host, { title: this._t("view.zoom") });
+      ui.brushPart = el("div", "", ui.brush);
+
+      this._buildTransport();
+      this._buildText();
+
+      const table = el("table", "qe-hidden", host);
+      ui.caption = el("caption", "", table);
+      const head = el("tr", "", el("thead", "", table));
+      for (const name of ["window", "from", "to"]) el("th", "", head, { scope: "col" }).textContent = this._t(`view.table_${name}`);
+      ui.tableBody = el("tbody", "", table);
+
+      const tip = (ui.tip = el("div", "qe-tip", host, { role: "tooltip" }));
+      tip.hidden = true;
+      ui.tipTitle = el("b", "", tip);
+      ui.tipText = el("q", "qe-tip-text", tip);
+      ui.tipTier = el("span", "qe-note", tip);
+      ui.tipCanvas = el("canvas", "", tip);
+      ui.tipScore = el("span", "qe-note", tip);
+      this._buildSheet();
+    },
+
+    _buildMemory(parent) {
+      const { ui } = this;
+      const box = el("div", "qe-memory", parent);
+      const head = el("div", "qe-memory-head", box);
+      el("b", "", head).textContent = this._t("view.memory");
+      el("span", "qe-note", head).textContent = this._t("view.memory_all");
+      ui.memText = el("strong", "", head);
+      ui.mem = el("div", "qe-bar", box, { role: "img" });
+      ui.memFull = el("div", "qe-bar-full", ui.mem);
+      const names = ["sink", "local", "full", "codes", "metadata", "shadow"];
+      ui.memParts = names.map((name) => el("div", `qe-part qe-mem-${name}`, ui.mem));
+      ui.memBudget = el("div", "qe-bar-budget", ui.mem);
+      const words = el("div", "qe-mem-words", box, { "aria-hidden": "true" });
+      ui.memWords = names.map((name) => {
+        const item = el("span", "", words);
+        el("i", `qe-swatch qe-mem-${name}`, item);
+        el("span", "qe-note", item);
+        el("b", "", item);
+        return item;
+      });
+      ui.memLimit = el("b", "qe-limit", words);
+    },
+
+    _buildTransport() {
+      const { ui } = this;
+      const bar = (ui.transport = el("div", "qe-transport", this.host, { role: "toolbar" }));
+      const button = (name, act) => {
+        const made = el("button", "qe-icon", bar, { type: "button", "aria-label": this._t(`view.${name}`), title: this._t(`view.${name}`) });
+        icon(made, name);
+        made.addEventListener("click", act);
+        return made;
+      };
+      ui.first = button("first", () => this._user(() => this.seek(0)));
+      ui.back = button("back", () => this._user(() => this.step(-1)));
+      ui.play = button("play", () => (this.playing ? this.pause() : this.play()));
+      ui.forward = button("forward", () => this._user(() => this.step(1)));
+      ui.last = button("last", () => this._user(() => this._toEnd()));
+      this._playShown = undefined;
+      ui.slider = el("input", "qe-slider", bar, { type: "range", min: "0", max: "0", step: "1", "aria-label": this._t("view.position") });
+      ui.slider.addEventListener("input", () => this._user(() => this.seek(Number(ui.slider.value))));
+      ui.position = el("span", "qe-position", bar);
+      const toggle = (name, act) => {
+        const made = el("button", "qe-toggle", bar, { type: "button", "aria-pressed": "false" });
+        made.textContent = this._t(`view.${name}`);
+        made.addEventListener("click", act);
+        return made;
+      };
+      ui.goLive = toggle("go_live", () => this.goLive());
+      ui.goLive.classList.add("qe-live");
+      ui.speed = el("select", "qe-speed", bar, { "aria-label": this._t("view.speed"), title: this._t("view.speed") });
+      for (const speed of SPEEDS) {
+        const option = el("option", "", ui.speed, { value: String(speed) });
+        option.textContent = `${speed}×`;
+      }
+      ui.speed.value = String(this.speed);
+      ui.speed.addEventListener("change", () => this.setSpeed(ui.speed.value));
+      ui.loop = toggle("loop", () => this.setLoop(this.loop ? null : []));
+      ui.stop = toggle("stop_at_promotion", () => this._flip("stopAtPromotion"));
+      ui.regret = toggle("regret", () => this._flip("showRegret"));
+      ui.keys = el("button", "qe-icon", bar, { type: "button", "aria-label": this._t("view.keys"), title: this._t("view.keys") });
+      ui.keys.textContent = "?";
+      ui.keys.addEventListener("click", () => this._sheet(true));
+    },
+
+    _buildText() {
+      const { ui } = this;
+      const box = (ui.textBox = el("section", "qe-text", this.host, { "aria-label": this._t("view.text") }));
+      const head = el("div", "qe-title", box);
+      el("b", "", head).textContent = this._t("view.text");
+      ui.textNote = el("span", "qe-note", head);
+      const details = (ui.prompt = el("details", "qe-prompt", box));
+      ui.promptName = el("summary", "", details);
+      ui.promptText = el("div", "qe-tokens", details, { dir: "auto" });
+      ui.generated = el("div", "qe-tokens qe-generated", box, { dir: "auto", tabindex: "-1" });
+      details.addEventListener("toggle", () => this._invalidate("text"));
+      for (const node of [ui.promptText, ui.generated]) {
+        node.addEventListener("pointerover", (event) => {
+          if (event.target.dataset.w) this._point(Number(event.target.dataset.w), null, event);
+        });
+        node.addEventListener("pointerleave", () => this._point(null));
+      }
+      this._resetText();
+    },
+
+    _buildSheet() {
+      const { ui } = this;
+      const sheet = (ui.sheet = el("div", "qe-sheet", this.host, { role: "dialog", "aria-label": this._t("view.keys") }));
+      sheet.hidden = true;
+      el("b", "", sheet).textContent = this._t("view.keys");
+      const list = el("dl", "", sheet);
+      for (const [keys, key] of KEYS) {
+        const name = el("dt", "", list);
+        for (const part of keys.split(/\s+/)) el("kbd", "", name).textContent = part;
+        el("dd", "", list).textContent = this._t(key);
+      }
+      ui.sheetClose = el("button", "qe-toggle", sheet, { type: "button" });
+      ui.sheetClose.textContent = this._t("view.close");
+      ui.sheetClose.addEventListener("click", () => this._sheet(false));
+    },
+
+    _sheet(open) {
+      this.ui.sheet.hidden = !open;
+      (open ? this.ui.sheetClose : this.host).focus({ preventScroll: true });
+    },
+
+    _flip(name) {
+      this[name] = !this[name];
+      this._invalidate("all");
+    },
+
+    _user(act) {
+      this.pause();
+      act();
+    },
+
+    _toEnd() {
+      if (this.source && !this.trace.end) this.goLive();
+      else this.seek(this.trace.steps.length - 1);
+    },
+  });
+})(window);

@@ -1,0 +1,468 @@
+/* QEvictView: the tier board in a page. Follows a live run over server-sent events, or plays a recorded trace.
+ * Words come from `texts`; token text is untrusted and only ever becomes textContent. Needs tier_texts, tier_trace and
+ * tier_draw before it; its parts come after it, in tier_build and the like. */
+(function (root) {
+  "use strict";
+
+  const { TIER, Trace, movesOf } = root.QEvictTrace;
+  const Draw = root.QEvictDraw;
+  const COLORS = ["sink", "local", "full", "quant", "evicted", "paper", "panel", "line", "ink", "muted", "ring", "focus", "alarm"];
+  const SPEEDS = [0.25, 0.5, 1, 2, 4];
+  const BASE_INTERVAL = 900; // ms between two steps of a replay at speed 1
+  const HIDDEN_CLOSE = 30000;
+  const ICONS = {
+    first: "M5 4h2.5v16H5zM20 4v16L9 12z",
+    back: "M17 4v16L6 12z",
+    play: "M6 4v16l13-8z",
+    pause: "M6 4h4v16H6zM14 4h4v16h-4z",
+    forward: "M7 4v16l11-8z",
+    last: "M16.5 4H19v16h-2.5zM4 4v16l11-8z",
+  };
+
+  function el(tag, className, parent, attributes) {
+    const node = document.createElement(tag);
+    if (className) node.className = className;
+    for (const name in attributes || {}) node.setAttribute(name, attributes[name]);
+    if (parent) parent.appendChild(node);
+    return node;
+  }
+
+  function icon(button, name) {
+    const space = "http://www.w3.org/2000/svg";
+    const svg = document.createElementNS(space, "svg");
+    svg.setAttribute("viewBox", "0 0 24 24");
+    svg.setAttribute("aria-hidden", "true");
+    const path = document.createElementNS(space, "path");
+    path.setAttribute("d", ICONS[name]);
+    svg.appendChild(path);
+    button.replaceChildren(svg);
+  }
+
+  function bytes(n) {
+    const units = ["B", "kB", "MB", "GB", "TB"];
+    let i = 0;
+    for (; n >= 1000 && i < units.length - 1; i++) n /= 1000;
+    return `${i && n < 99.95 ? n.toFixed(n < 9.995 ? 2 : 1) : Math.round(n)} ${units[i]}`;
+  }
+
+  const percent = (x, digits = 1) => `${(x * 100).toFixed(digits)} %`;
+  const setText = (node, text) => node.textContent !== text && (node.textContent = text);
+  const kindOf = (from, to) =>
+    to === TIER.EVICTED
+      ? "evicted"
+      : from === TIER.QUANT && to === TIER.FULL
+        ? "promoted"
+        : from === TIER.FULL && to === TIER.QUANT
+          ? "demoted"
+          : "aged";
+
+  class QEvictView {
+    constructor(host, options = {}) {
+      this.host = host;
+      this.options = options;
+      this.texts = Object.assign({}, QEvictView.TEXTS, options.texts || {});
+      this.trace = new Trace();
+      this.index = -1;
+      this.row = 0;
+      this.liveHead = true;
+      this.speed = 1;
+      this.loop = null;
+      this.stopAtPromotion = false;
+      this.showRegret = false;
+      this.cursor = null;
+      this.zoom = null;
+      this.moves = new Map();
+      this.marks = [];
+      this.memo = { key: "", cells: new Uint8Array(0) };
+      this.dirty = new Set(["layout"]);
+      this.motion = root.matchMedia("(prefers-reduced-motion: reduce)");
+      this.scale = options.scale || (options.projector ? 1.35 : 1);
+      this._off = [];
+      this._build();
+      this._listen();
+      this._frame = this._frame.bind(this);
+      this.setTheme(options.theme || "auto");
+      QEvictView.active = QEvictView.active || this;
+      this._invalidate("all");
+    }
+
+    // ---- public -------------------------------------------------------------------------------------------------
+
+    /** Follows a run while it happens. The same run twice is the same view. */
+    follow(baseUrl, sid) {
+      const source = { base: String(baseUrl).replace(/\/$/, ""), sid: String(sid) };
+      if (this.source && this.source.base === source.base && this.source.sid === source.sid) return;
+      this._reset();
+      this.source = source;
+      this.message = this._t("view.waiting");
+      this._open();
+      this._invalidate("all");
+    }
+
+    /** Shows a recorded trace: NDJSON, one wire event a line. */
+    load(ndjson) {
+      this._reset();
+      this.liveHead = false;
+      try {
+        this.trace.addLines(ndjson);
+      } catch (error) {
+        this.fail(error.message);
+      }
+      this._afterEvents();
+      if (this.trace.steps.length) this.seek(0);
+      this._invalidate("all");
+      return this;
+    }
+
+    seek(i) {
+      this.liveHead = false;
+      this._go(i, false);
+    }
+
+    /** Says why a recorded run cannot be shown. */
+    fail(why) {
+      this._reset();
+      this.message = this._t("view.load_failed", { why });
+      this._invalidate("layout", "all");
+    }
+
+    /** Goes to the step of routing event `id`, or the last one before it. */
+    seekEvent(id) {
+      const later = this.trace.steps.findIndex((step) => step.r > id);
+      this.seek(later < 0 ? this.trace.steps.length - 1 : later - 1);
+    }
+
+    /** Shows the last step, and keeps following it while the run lives. */
+    goLive() {
+      this.pause();
+      this.liveHead = true;
+      this._go(this.trace.steps.length - 1, false);
+    }
+
+    step(by) {
+      const next = this.index + by;
+      this.liveHead = Boolean(this.source && !this.trace.end && by > 0 && next >= this.trace.steps.length - 1);
+      this._go(next, true);
+    }
+
+    play(speed) {
+      if (speed) this.setSpeed(speed);
+      if (this.playing || !this.trace.steps.length) return;
+      if (this.index >= this._bounds()[1]) this._go(this._bounds()[0], false);
+      this.liveHead = false;
+      this.playing = true;
+      this._tick(BASE_INTERVAL / this.speed / 3);
+      this._invalidate("transport");
+    }
+
+    pause() {
+      clearTimeout(this._timer);
+      this.playing = false;
+      this._invalidate("transport");
+    }
+
+    setSpeed(speed) {
+      this.speed = Math.min(4, Math.max(0.25, Number(speed) || 1));
+      this.ui.speed.value = String(SPEEDS.reduce((a, b) => (Math.abs(b - this.speed) < Math.abs(a - this.speed) ? b : a)));
+    }
+
+    setRow(row) {
+      const rows = this.trace.meta ? this.trace.meta.rows : 1;
+      const next = Math.min(rows - 1, Math.max(0, Math.round(row)));
+      if (next === this.row) return;
+      this.row = next;
+      this._takeMoves(false);
+      this._invalidate("all");
+      this._emit("qe-row", { row: next });
+      if (this.stream) this._watch();
+    }
+
+    /** Loops over steps [a, b]; nothing loops over all, null ends looping. */
+    setLoop(range) {
+      this.loop = range === null ? null : (range || []).slice().sort((a, b) => a - b);
+      this._invalidate("transport");
+    }
+
+    /** "light", "dark" or "auto": then body.dark decides. */
+    setTheme(theme) {
+      this.theme = theme;
+      const dark = theme === "dark" || (theme !== "light" && document.body.classList.contains("dark"));
+      this.host.dataset.theme = dark ? "dark" : "light";
+      const style = getComputedStyle(this.host);
+      this.colors = {};
+      for (const name of COLORS) this.colors[name] = style.getPropertyValue(`--qe-${name}`).trim() || "#888888";
+      this._invalidate("all");
+    }
+
+    setScale(scale) {
+      this.scale = Math.min(1.8, Math.max(0.8, scale));
+      this._invalidate("layout", "all");
+    }
+
+    /** Projector mode: larger small print, a lower atlas. The scale is set apart. */
+    setProjector(on) {
+      this.options.projector = Boolean(on);
+      this._invalidate("layout", "all");
+    }
+
+    setTexts(texts) {
+      this.texts = Object.assign({}, QEvictView.TEXTS, texts || {});
+      this.host.replaceChildren();
+      this._build();
+      this._textRow = null;
+      this._invalidate("layout", "all");
+    }
+
+    destroy() {
+      this._close();
+      this.pause();
+      cancelAnimationFrame(this._raf);
+      clearTimeout(this._hiddenTimer);
+      clearTimeout(this._liveTimer);
+      for (const off of this._off) off();
+      if (QEvictView.active === this) QEvictView.active = null;
+      this.host.replaceChildren();
+      this.host.classList.remove("qe");
+      this.destroyed = true;
+    }
+
+    // ---- position -----------------------------------------------------------------------------------------------
+
+    _bounds() {
+      const last = this.trace.steps.length - 1;
+      if (!this.loop || !this.loop.length) return [0, last];
+      return [Math.min(this.loop[0], last), Math.min(this.loop[1], last)];
+    }
+
+    _go(i, animate) {
+      const { trace } = this;
+      const last = trace.steps.length - 1;
+      if (last < 0) return;
+      const next = Math.min(last, Math.max(0, i));
+      const before = this.index;
+      trace.seek(next);
+      if (this.liveHead && next === last) trace.board.reach(trace.seqLen);
+      this.index = next;
+      if (next !== before || !this.moves.size) {
+        this._backwards = before === next + 1;
+        if (animate && !this.playing && !this.liveHead) this.duration = 650;
+        this._takeMoves(animate && Math.abs(next - before) === 1 && before >= 0);
+      }
+      this._invalidate("all");
+      if (next !== before) {
+        const step = trace.steps[next];
+        this._emit("qe-event", { index: next, event_id: step.r, seq_len: step.t });
+      }
+    }
+
+    /** Moves of the row for the lanes, marks of all rows for the atlas. Backwards, the chips travel back. */
+    _takeMoves(animate) {
+      const { trace, row } = this;
+      this.moves = new Map();
+      this.marks = [];
+      const back = animate && this._backwards;
+      const step = trace.steps[this.index];
+      if (!step) return;
+      for (const move of trace.rowMoves(back ? this.index + 1 : this.index, row)) {
+        const kind = kindOf(move.from, move.to);
+        if (!back) this.moves.set(move.window, { from: move.from, to: move.to, kind });
+        else this.moves.set(move.window, { from: move.to, to: move.from, kind: "aged" });
+      }
+      if (step.route && !back) {
+        const moves = movesOf(step.route);
+        for (let i = 0; i < moves.count; i++) {
+          const kind = kindOf(moves.from[i], moves.to[i]);
+          if (kind !== "aged") this.marks.push({ row: moves.row[i], window: moves.window[i], kind });
+        }
+      }
+      this.started = animate && !this._reduced() ? performance.now() : -1e9;
+    }
+
+    _reduced() {
+      const own = this.options.reducedMotion;
+      return own === undefined || own === null ? this.motion.matches : own;
+    }
+
+    _tick(wait) {
+      clearTimeout(this._timer);
+      this._timer = setTimeout(() => {
+        if (!this.playing) return;
+        const [first, last] = this._bounds();
+        const interval = BASE_INTERVAL / this.speed;
+        if (this.index >= last || this.index < first) {
+          if (!this.loop) {
+            this.pause();
+            this._emit("qe-end", { why: this.trace.end ? this.trace.end.why : "", summary: (this.trace.end || {}).summary });
+            return;
+          }
+          this._go(first, false);
+        } else {
+          this.duration = Math.min(700, interval * 0.8);
+          this._go(this.index + 1, true);
+          if (this.stopAtPromotion && [...this.moves.values()].some((move) => move.kind === "promoted")) {
+            this.pause();
+            return;
+          }
+        }
+        this._tick(interval);
+      }, wait);
+    }
+
+    // ---- frame --------------------------------------------------------------------------------------------------
+
+    _invalidate(...what) {
+      for (const name of what) this.dirty.add(name);
+      if (!this._raf && !this.destroyed && this._frame) this._raf = requestAnimationFrame(this._frame);
+    }
+
+    _frame(now) {
+      this._raf = 0;
+      const { dirty } = this;
+      if (dirty.has("events")) this._afterEvents();
+      this.host.classList.toggle("qe-has-steps", this.index >= 0);
+      if (dirty.has("layout")) this._layout();
+      const all = dirty.has("all");
+      const p = Math.min(1, Math.max(0, (now - this.started) / (this.duration || 650)));
+      const moving = p < 1;
+      const board = all || dirty.has("board");
+      if (this.width && this.axis && this.trace.meta) {
+        if (board || moving || this._wasMoving) this._drawLanes(p);
+        if (board) this._drawAtlas();
+        const swells = this.duration > 350; // in a fast run the marks of the atlas stand still
+        if (board || (swells && (moving || this._wasMoving)) || dirty.has("cursor")) this._drawOverlay(swells ? p : 1);
+        if (dirty.has("cursor") && !board && !moving) this._drawLanes(p);
+      }
+      if (all || dirty.has("panel")) this._panel();
+      if (all || dirty.has("text")) this._text();
+      if (all || dirty.has("transport")) this._transport();
+      if (all || dirty.has("status") || dirty.has("panel")) this._status();
+      this.dirty = new Set();
+      this._wasMoving = moving;
+      if (moving && !document.hidden) this._invalidate("moving");
+    }
+
+    _layout() {
+      const { ui, host, scale, trace } = this;
+      host.style.setProperty("--qe-scale", String(scale));
+      host.classList.toggle("qe-projector", Boolean(this.options.projector));
+      const width = Math.floor(ui.lanes.clientWidth);
+      this.width = width;
+      host.classList.toggle("qe-narrow", width / scale < 900);
+      host.classList.toggle("qe-empty", !trace.meta);
+      if (!width || !trace.meta) return;
+      const { rows } = trace.meta;
+      this.total = Math.max(trace.meta.max_windows, trace.board ? trace.board.count : 0, 1);
+      const [z0, z1] = this.zoom || [0, this.total];
+      const gutter = Math.round(Math.min(150, Math.max(126, width * 0.13)) * Math.sqrt(scale) * (scale > 1 ? 1.12 : 1));
+      this.axis = new Draw.Axis(gutter, width - 10, trace.meta, this.total, z0, z1);
+      const room = root.innerHeight;
+      const tight = room < 800;
+      this.laneHeight = Math.round((tight ? 56 : 66) * (this.options.projector && tight ? 1.05 : Math.min(scale, 1.3)));
+      this.axisHeight = Math.round(20 * scale);
+      const most = this.options.projector && tight ? Math.max(120, room * 0.22) : Math.max(260, room * 0.42);
+      this.group = Math.max(1, Math.ceil((rows * 9) / most));
+      const bands = Math.ceil(rows / this.group);
+      this.bandHeight = Math.max(9, Math.min(rows <= 8 ? 18 : 12, Math.floor(most / bands)));
+      this.atlasHeight = bands * this.bandHeight;
+      this._size(ui.lanesCanvas, width, this.laneHeight * 3);
+      this._size(ui.frameCanvas, width, this.atlasHeight + this.axisHeight);
+      this._size(ui.atlasCanvas, width, this.atlasHeight);
+      this._size(ui.overlayCanvas, width, this.atlasHeight + 2 * Draw.OVERHANG);
+      ui.overlayCanvas.style.top = `${-Draw.OVERHANG}px`;
+      ui.atlas.style.height = `${this.atlasHeight + this.axisHeight}px`;
+      ui.laneLabels.forEach((label, lane) => {
+        label.style.top = `${lane * this.laneHeight}px`;
+        label.style.height = `${this.laneHeight}px`;
+        label.style.width = `${gutter - 6}px`;
+      });
+      this.memo.key = this._frameKey = "";
+      ui.fmm.width = ui.churn.width = 0; // measured when next drawn
+      this._brush();
+      this.dirty.add("all");
+    }
+
+    _size(canvas, width, height) {
+      const ratio = root.devicePixelRatio || 1;
+      if (canvas.width === Math.round(width * ratio) && canvas.height === Math.round(height * ratio)) return;
+      canvas.width = Math.round(width * ratio);
+      canvas.height = Math.round(height * ratio);
+      canvas.style.width = `${width}px`;
+      canvas.style.height = `${height}px`;
+      canvas.getContext("2d").setTransform(ratio, 0, 0, ratio, 0, 0);
+    }
+
+    _ghosts(row) {
+      const { board } = this.trace;
+      const out = [];
+      if (!this.trace.steps.length) return out;
+      for (const [w, index] of this.trace.firstQuantized(row)) {
+        if (index <= this.index && w < board.count && board.at(row, w) === TIER.FULL) out.push(w);
+      }
+      return out;
+    }
+
+    _drawLanes(p) {
+      const { trace, axis, colors, laneHeight, width, row } = this;
+      if (!trace.board) return;
+      Draw.lanes(this.ui.lanesCanvas.getContext("2d"), {
+        axis, colors, laneHeight, width, row, p,
+        board: trace.board,
+        moves: this.moves,
+        ghosts: this._ghosts(row),
+        marks: this.marks.length > 0,
+        cursor: this.cursor,
+        promptTokens: trace.meta.prompt_tokens,
+      });
+    }
+
+    _drawAtlas() {
+      const { trace, axis, colors, width, row, group, bandHeight } = this;
+      if (!trace.board) return;
+      if (trace.board.count > this.total) {
+        this._layout();
+        return this._invalidate("all");
+      }
+      const height = this.atlasHeight;
+      const shared = { axis, colors, width, row, group, bandHeight, height, board: trace.board };
+      const key = [width, height, axis.z0, axis.z1, this.host.dataset.theme, bandHeight, group, this.trace.board.seqLen > 0].join();
+      Draw.atlas(this.ui.atlasCanvas.getContext("2d"), { ...shared, key }, this.memo);
+      const frameKey = [key, row, this.scale].join();
+      if (frameKey !== this._frameKey) {
+        this._frameKey = frameKey;
+        Draw.frame(this.ui.frameCanvas.getContext("2d"), {
+          ...shared,
+          axisHeight: this.axisHeight,
+          font: Math.round(11.5 * this.scale * (this.options.projector ? 1.16 : 1)),
+          rowName: (r) => this._rowShort(r),
+          axisName: this._t("view.axis"),
+          promptTokens: trace.meta.prompt_tokens,
+          promptName: this._t("view.prompt_end"),
+        });
+      }
+    }
+
+    _drawOverlay(p) {
+      const { trace, axis, colors, width, row, group, bandHeight } = this;
+      const step = trace.steps[this.index];
+      const late = this.showRegret && step ? trace.late.get(step.r) : null;
+      Draw.overlay(this.ui.overlayCanvas.getContext("2d"), {
+        axis, colors, width, row, group, bandHeight, p,
+        height: this.atlasHeight,
+        marks: this.marks,
+        cursor: this.cursor,
+        reduced: this._reduced(),
+        regret: late ? late.regret : null,
+        promptTokens: trace.meta.prompt_tokens,
+      });
+    }
+
+    _emit(name, detail) {
+      this.host.dispatchEvent(new CustomEvent(name, { detail, bubbles: true }));
+    }
+  }
+
+  QEvictView.TEXTS = root.QEvictTexts || {};
+  QEvictView.active = null;
+  QEvictView.parts = { el, icon, setText, percent, bytes, kindOf, SPEEDS, HIDDEN_CLOSE };
+  root.QEvictView = QEvictView;
+})(window);

@@ -1,0 +1,119 @@
+"""QEvict among its rivals: the same configuration, asked the same questions.
+
+R1 token level, R2 no Quant tier, R3 the default, R4 windows of 32, INT4, promotion off: all are settings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from engine.baselines.base import Rival, RunPlan
+from engine.budget import KVShape, make_plan
+from engine.cache import QEvictCache
+from engine.config import QEvictConfig
+from engine.trace import Tier
+
+
+class TieredCache(QEvictCache):
+    """QEvictCache with the questions that a comparison asks."""
+
+    storage = "real"
+    compress_seconds = 0.0
+    late_budget: Callable[[KVShape, int], QEvictConfig] | None = None
+    """Settings that need the prompt's length, asked for when capacities are fixed."""
+
+    def _allocate(self) -> None:
+        if self.late_budget is not None and not self._plans:
+            self.config = self.late_budget(self.kv_shape, self.state.columns)
+        super()._allocate()
+
+    def persistent_tensors(self) -> dict[str, Tensor]:
+        """All pools; empty while the prompt is staged."""
+        store = None if self._state is None else self._state.store
+        return {} if store is None else store.persistent_tensors()
+
+    @property
+    def persistent_bytes(self) -> int:
+        """Pools without the lane padding of the kernel's layout: what the plan charges."""
+        store = None if self._state is None else self._state.store
+        return 0 if store is None else store.persistent_bytes - store.lane_padding_bytes
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Pools, lane padding included."""
+        store = None if self._state is None else self._state.store
+        return 0 if store is None else store.persistent_bytes
+
+    def residency(self) -> Tensor:
+        """uint8 [layers, H_kv, columns] of batch row 0."""
+        state = self.state
+        shape, columns = state.shape, state.columns
+        if state.store is None:
+            return torch.full((shape.num_layers, shape.num_kv_heads, columns), int(Tier.FULL), dtype=torch.uint8)
+        board = self.board.view(shape.num_layers, shape.batch, shape.groups, -1)[:, 0].cpu()
+        blocks = board.clone()
+        blocks[(board == Tier.SINK) | (board == Tier.LOCAL)] = int(Tier.FULL)
+        out = torch.full((shape.num_layers, shape.groups, columns), int(Tier.FULL), dtype=torch.uint8)
+        window = self.config.window_size
+        wide = blocks.repeat_interleave(window, 2)[:, :, state.grid.offset :][:, :, :columns]
+        out[:, :, : wide.shape[2]] = wide
+        if out.shape[1] != shape.num_kv_heads:
+            out = out.expand(-1, shape.num_kv_heads, -1).clone()
+        out[:, :, : state.pads[0]] = int(Tier.EMPTY)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class QEvict(Rival):
+    """Recoverable quantized eviction. Parameters are those of `QEvictConfig`; the budget comes from the run."""
+
+    name = "qevict"
+    label = "systems.qevict"
+    family = "tiers"
+    keeps = "recoverable"
+
+    window_size: int = 8
+    sink_tokens: int = 5
+    local_tokens: int | None = None
+    local_share: float = 0.25
+    quant_share: float = 0.70
+    bits: int = 2
+    promotion: bool = True
+    score_scope: str = "layer"
+    ranker: str = "cumulative"
+    decay_half_life: float = 64.0
+    norm_p: float = 2.0
+    key_norm_sign: int = -1
+    prefill_queries: int | None = None
+    age_normalised: bool = False
+    backend: str = "auto"
+
+    def config(self, run: RunPlan, shape: KVShape | None = None, prompt_tokens: int = 0) -> QEvictConfig:
+        """The settings of a run. A budget matched at the prompt alone needs the prompt's length."""
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        values |= {"kv_dtype": run.kv_dtype, "planned_new_tokens": run.planned_new_tokens}
+        budget = run.budget
+        if budget is not None and budget.share is not None and budget.reference == "prompt+new":
+            values["kv_budget"] = budget.share
+        elif budget is not None and shape is not None:
+            values["kv_budget_bytes"] = budget.model_bytes(shape, prompt_tokens, run.planned_new_tokens)
+        elif budget is not None and budget.total_bytes is not None:
+            values["kv_budget_bytes"] = budget.total_bytes
+        return QEvictConfig(**values)
+
+    def account(self, shape: KVShape, prompt_tokens: int, generated: int, run: RunPlan) -> int:
+        plan = make_plan(self.config(run, shape, prompt_tokens), shape, prompt_tokens)
+        return plan.persistent_bytes * shape.num_layers
+
+    def build(self, model: PreTrainedModel, run: RunPlan) -> TieredCache:
+        cache = TieredCache(model, self.config(run))
+        budget = run.budget
+        if budget is not None and (budget.tokens is not None or budget.reference == "prompt"):
+            cache.late_budget = lambda shape, columns: self.config(run, shape, columns)
+        return cache

@@ -1,0 +1,46 @@
+"""The tier board as a component: its value, its files, its words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from app.tier_view import IDLE, TierView, board_files, board_texts
+from visuals.replay import ASSETS
+
+
+@pytest.mark.parametrize(
+    ("value", "sent"),
+    [
+        (None, IDLE),
+        ("", IDLE),
+        ("[1]", IDLE),
+        ('{"mode": "live", "sid": "a"}', {"mode": "live", "sid": "a"}),
+        (
+            {"mode": "replay", "sid": "", "src": "qe/first", "r": 3},
+            {"mode": "replay", "sid": "", "src": "qe/first", "r": 3},
+        ),
+    ],
+)
+def test_values_reach_the_browser_as_objects(value: Any, sent: dict[str, Any]) -> None:
+    board = TierView(elem_id="qe-test-board", render=False)
+    assert board.postprocess(value) == sent
+    assert board.preprocess(sent) == sent
+    assert board.preprocess(None) == IDLE
+
+
+def test_files_exist_and_change_their_address_with_their_content() -> None:
+    files = board_files()
+    for address in files["styles"] + files["scripts"]:
+        path, _, version = address.removeprefix("qe/static/").partition("?v=")
+        assert (ASSETS / path).is_file()
+        assert len(version) == 12
+    assert files["scripts"][-1].startswith("qe/static/js/tier_window.js")
+
+
+def test_both_languages_travel_with_the_component() -> None:
+    board = TierView(render=False)
+    assert board.props["texts"] == board_texts()
+    assert board_texts()["en"]["view.full"] == "Full"
+    assert set(board_texts()["zh"]) == set(board_texts()["en"])

@@ -1,0 +1,483 @@
+"""Real architectures through an unmodified `model.generate` and a plain step loop, against stock."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from engine.adapter import cache_keyword
+from engine.cache import QEvictCache
+from engine.config import QEvictConfig
+from engine.errors import CacheUseError, ConfigError, UnsupportedModelError
+from tests.engine.drive import BACKENDS, RowView, check_bytes, check_prefixes
+from tests.tiny import ARCHITECTURES, COMBINATIONS, GROUPS, tiny_model
+
+torch.set_num_threads(1)
+
+WHOLE = QEvictConfig(kv_budget=1.0, quant_share=0.0, planned_new_tokens=200)
+"""Nothing is evicted or quantized."""
+TIGHT = QEvictConfig(window_size=4, kv_budget=0.2, local_tokens=8, planned_new_tokens=80)
+"""All four tiers are in use."""
+NEAR = {"atol": 3e-3, "rtol": 1e-2}
+"""Backends differ in the last bits, and those may turn a scale's float16 rounding; the oracle compares closely."""
+
+
+@lru_cache(maxsize=4)
+def model_of(architecture: str, rope: str = "default", groups: int = 3) -> PreTrainedModel:
+    return tiny_model(architecture, rope=rope, groups=groups)
+
+
+def prompt_of(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 250, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model: PreTrainedModel, tokens: int, cache: Any = None, **inputs: Any) -> torch.Tensor:
+    """New token ids [B, tokens]; stock eager attention where no cache is given, as gemma2's softcap needs it."""
+    if cache is None:
+        model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model.generate(**inputs, **{cache_keyword(model): cache}, do_sample=False, max_new_tokens=tokens)
+    return out[:, inputs["input_ids"].shape[1] :]
+
+
+def step_logits(model: PreTrainedModel, ids: torch.Tensor, prompt: int, cache: Any) -> torch.Tensor:
+    """Teacher-forced logits of every position after the prompt, without position_ids and without a mask."""
+    name = cache_keyword(model)
+    with torch.no_grad():
+        out = [model(input_ids=ids[:, :prompt], use_cache=True, **{name: cache}).logits[:, -1]]
+        for at in range(prompt, ids.shape[1]):
+            out.append(model(input_ids=ids[:, at : at + 1], use_cache=True, **{name: cache}).logits[:, -1])
+    return torch.stack(out, 1)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_whole_budget_gives_the_same_200_tokens(architecture: str, batch: int) -> None:
+    model = model_of(architecture)
+    ids = prompt_of(60, batch)
+    mask = torch.ones_like(ids)
+    if batch == 2:
+        ids[1, :13], mask[1, :13] = 257, 0
+    stock = greedy(model, 200, input_ids=ids, attention_mask=mask)
+    cache = QEvictCache(model, WHOLE)
+    mine = greedy(model, 200, cache, input_ids=ids, attention_mask=mask)
+    assert stock.shape == (batch, 200) and torch.equal(mine, stock)
+    assert cache.get_seq_length() == 259 and cache.num_events > 20
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("architecture, rope", COMBINATIONS)
+def test_whole_budget_equals_stock(architecture: str, rope: str, backend: str) -> None:
+    """Left-padded batch, 24 greedy tokens, and teacher-forced logits, for every family and kind of RoPE."""
+    model = model_of(architecture, rope)
+    ids = prompt_of(70, 2)
+    mask = torch.ones_like(ids)
+    ids[0, :9], mask[0, :9] = 257, 0
+    stock = greedy(model, 24, input_ids=ids, attention_mask=mask)
+    config = WHOLE.replace(backend=backend)
+    assert torch.equal(greedy(model, 24, QEvictCache(model, config), input_ids=ids, attention_mask=mask), stock)
+    whole = torch.cat([prompt_of(70), stock[1:]], 1)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = model(input_ids=whole).logits[:, 69:]
+        scale = float(wanted.std())
+        if architecture != "gemma2":  # stock SDPA forgets gemma2's softcap
+            model.set_attn_implementation("sdpa")
+            apart = float((model(input_ids=whole).logits[:, 69:] - wanted).abs().max())
+        else:
+            apart = 0.0
+    got = step_logits(model, whole, 70, QEvictCache(model, config))
+    assert float((got - wanted).abs().max()) <= max(2 * apart, 2e-5 * scale)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tight_budget_runs_and_agrees_with_eager(architecture: str, backend: str) -> None:
+    """Quantized and evicting: all backends give eager's logits, bytes fit, keys of Full are the model's own."""
+    model = model_of(architecture)
+    whole = prompt_of(150)
+    caches = [QEvictCache(model, TIGHT.replace(backend=name)) for name in ("eager", backend)]
+    wanted, got = (step_logits(model, whole, 90, cache) for cache in caches)
+    torch.testing.assert_close(got, wanted, **NEAR)
+    store = caches[1].state.pool
+    assert int(store.live_count.min()) > 0 and bool((caches[1].board == 4).any())
+    check_bytes(caches[1])
+    check_prefixes(caches[1])
+    assert caches[1].state.columns == 150 and caches[1].managed_layers == (
+        [1, 3] if architecture.startswith("gemma") else [0, 1]
+    )
+
+
+@pytest.mark.parametrize("rope", ["yarn", "llama3", "longrope", "linear"])
+def test_stretched_rope_survives_eviction(rope: str) -> None:
+    """INT4 with everything resident stays near stock: un-rotation uses the model's own table and scaling."""
+    model = model_of("llama", rope)
+    whole = prompt_of(120)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        stock = model(input_ids=whole).logits[:, 79:].log_softmax(-1)
+    config = QEvictConfig(kv_budget=0.9, bits=4, quant_share=1.0, local_tokens=8, planned_new_tokens=40)
+    cache = QEvictCache(model, config)
+    got = step_logits(model, whole, 80, cache).log_softmax(-1)
+    assert not bool((cache.board == 4).any()) and bool((cache.board == 3).any())
+    kl = (stock.exp() * (stock - got)).sum(-1).mean()
+    scrambled = QEvictCache(model, config)
+    scrambled._rope.undo = lambda key, positions: key.float()  # type: ignore[method-assign]
+    wrong = step_logits(model, whole, 80, scrambled).log_softmax(-1)
+    assert float(kl) < 0.1 * float((stock.exp() * (stock - wrong)).sum(-1).mean())
+
+
+@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_query_groups(groups: int, backend: str) -> None:
+    model = model_of("llama", groups=groups)
+    whole = prompt_of(110)
+    wanted = step_logits(model, whole, 80, QEvictCache(model, TIGHT.replace(backend="eager")))
+    got = step_logits(model, whole, 80, QEvictCache(model, TIGHT.replace(backend=backend)))
+    torch.testing.assert_close(got, wanted, **NEAR)
+
+
+def test_positions_are_right_after_many_evictions() -> None:
+    """What the rotary module is asked for, and the keys that lie in the cache, are those of the true position."""
+    model = model_of("llama")
+    asked: list[torch.Tensor] = []
+    rotary = model.model.rotary_emb
+    hook = rotary.register_forward_pre_hook(
+        lambda _, args, kwargs: asked.append(kwargs.get("position_ids", args[1] if len(args) > 1 else None)),
+        with_kwargs=True,
+    )
+    ids = prompt_of(100, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :17] = 0
+    cache = QEvictCache(model, TIGHT)
+    new = greedy(model, 60, cache, input_ids=ids, attention_mask=mask)
+    hook.remove()
+    assert bool((cache.board == 4).sum() > 10)
+    decoded = [p for p in asked if p.shape[-1] == 1]
+    assert [p[0, 0].item() for p in decoded] == list(range(100, 159))
+    assert [p[-1, 0].item() for p in decoded] == list(range(83, 142))
+    # Layer 0's keys depend on token and position alone.
+    attention, shape = model.model.layers[0].self_attn, cache.state.shape
+    every = torch.cat([ids, new], 1)
+    with torch.no_grad():
+        hidden = model.model.layers[0].input_layernorm(model.model.embed_tokens(every))
+        plain = attention.k_proj(hidden).view(2, -1, shape.heads, shape.head_dim).transpose(1, 2)
+    checked = 0
+    for row, pad in enumerate((0, 17)):
+        view = RowView(cache, row)
+        for block, slot in view.arena.items():
+            if block in view.shadows:
+                continue
+            for inside, column in enumerate(cache.state.pool.columns(torch.tensor(block)).tolist()):
+                if pad <= column < 159:
+                    at = torch.tensor([column - pad])
+                    wanted = cache._rope.apply(plain[row, :, column].clone(), at.expand(shape.heads))
+                    torch.testing.assert_close(cache.state.pool.arena_key[row, :, slot, inside], wanted,
+                                               atol=1e-5, rtol=1e-4)  # fmt: skip
+                    checked += 1
+    assert checked > 40
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_half_precision_models(dtype: torch.dtype, backend: str) -> None:
+    """Whole budget: near stock in the same dtype. Tight budget, padded: finite and near eager."""
+    model = tiny_model("llama", dtype=dtype)
+    whole = prompt_of(100)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        stock = model(input_ids=whole).logits[:, 69:].float()
+    exact = step_logits(tiny_model("llama"), whole, 70, DynamicCache()).float()
+    noise = float((stock - exact).abs().max())
+    got = step_logits(model, whole, 70, QEvictCache(model, WHOLE.replace(backend=backend))).float()
+    assert float((got - exact).abs().max()) <= 2.5 * noise
+    ids = prompt_of(60, 3)
+    mask = torch.ones_like(ids)
+    mask[0, :11], mask[2, :40] = 0, 0
+    cache = QEvictCache(model, TIGHT.replace(backend=backend, kv_budget=0.5))
+    with torch.no_grad():
+        new = model.generate(input_ids=ids, attention_mask=mask, **{cache_keyword(model): cache}, max_new_tokens=30,
+                             do_sample=False, output_logits=True, return_dict_in_generate=True)  # fmt: skip
+    assert all(bool(step.isfinite().all()) for step in new.logits)
+    assert cache.state.pool.dtype == dtype
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32", "model"])
+def test_kv_dtype_is_what_is_stored(stored: str) -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, TIGHT.replace(kv_dtype=stored, kv_budget=0.5))
+    logits = step_logits(model, prompt_of(110), 80, cache)
+    assert bool(logits.isfinite().all()) and logits.dtype == torch.float32
+    wanted = torch.float32 if stored == "model" else getattr(torch, stored)
+    assert cache.state.pool.arena_key.dtype == wanted == cache.stored_dtype
+    assert cache.kv_shape.element_bytes == wanted.itemsize
+    check_bytes(cache)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_constant_and_huge_channels_give_no_nan(backend: str) -> None:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        with torch.no_grad():
+            layer.self_attn.v_proj.weight[:7] = 0.0
+            layer.self_attn.k_proj.weight[:5] = 0.0
+            layer.self_attn.v_proj.weight[8] *= 1e3
+    config = QEvictConfig(kv_budget=0.5, quant_share=1.0, local_tokens=8, planned_new_tokens=40, backend=backend)
+    logits = step_logits(model, prompt_of(120), 80, QEvictCache(model, config))
+    assert bool(logits.isfinite().all())
+
+
+# ---- generate, unmodified --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [
+    {"do_sample": True, "temperature": 0.9, "top_k": 20},
+    {"do_sample": True, "num_return_sequences": 3},
+    {"num_beams": 4, "do_sample": False},
+    {"num_beams": 4, "num_return_sequences": 2, "do_sample": False, "length_penalty": 0.5},
+    {"do_sample": False, "prefill_chunk_size": 16},
+    {"do_sample": False, "repetition_penalty": 1.3},
+])  # fmt: skip
+def test_ways_of_generating_equal_stock_at_whole_budget(how: dict[str, Any]) -> None:
+    model = model_of("llama")
+    ids = prompt_of(50, 2)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    answers = []
+    for cache in (None, QEvictCache(model, WHOLE)):
+        if cache is None:
+            model.set_attn_implementation("eager")
+        torch.manual_seed(7)
+        with torch.no_grad():
+            answers.append(
+                model.generate(
+                    input_ids=ids, attention_mask=mask, **{cache_keyword(model): cache}, max_new_tokens=25, **how
+                )
+            )
+        model.set_attn_implementation("qevict")
+    assert torch.equal(answers[0], answers[1])
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 3}])
+def test_ways_of_generating_run_below_the_whole_budget(how: dict[str, Any]) -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, TIGHT)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        out = model.generate(input_ids=prompt_of(90, 2), **{cache_keyword(model): cache}, max_new_tokens=40, **how)
+    assert out.shape[1] == 130
+    check_bytes(cache)
+    check_prefixes(cache)
+    assert cache.batch == 6
+
+
+def test_beams_take_their_pools_along() -> None:
+    """After a reorder each row holds what its source row held; the engine goes on as that row would have."""
+    model = model_of("llama")
+    whole = prompt_of(100, 3)
+    cache, other = QEvictCache(model, TIGHT), QEvictCache(model, TIGHT)
+    step_logits(model, whole, 90, cache)
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    step_logits(model, whole[order], 90, other)
+    name = cache_keyword(model)
+    with torch.no_grad():
+        for at in range(30):
+            token = prompt_of(1, 3, seed=at)
+            a, b = (model(input_ids=token, **{name: c}).logits for c in (cache, other))
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+    assert torch.equal(cache.board, other.board)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------
+
+
+def test_an_all_sliding_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="full-attention"):
+        QEvictCache(tiny_model("mistral", sliding_window=32))
+
+
+def test_a_model_that_shares_keys_and_values_is_refused() -> None:
+    model = tiny_model()
+    model.config.num_kv_shared_layers = 1
+    with pytest.raises(UnsupportedModelError, match="share keys and values"):
+        QEvictCache(model)
+
+
+def test_a_value_group_must_divide_the_head() -> None:
+    with pytest.raises(ConfigError, match="head_dim 16"):
+        QEvictCache(model_of("llama"), QEvictConfig(value_group_size=5))
+
+
+@pytest.mark.parametrize("holes", [[[1] * 20 + [0] * 4], [[1] * 3 + [0] + [1] * 20]])
+def test_padding_elsewhere_than_on_the_left_is_refused(holes: list[list[int]]) -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, TIGHT)
+    with pytest.raises(CacheUseError, match="left"), torch.no_grad():
+        model(input_ids=prompt_of(24), attention_mask=torch.tensor(holes), **{cache_keyword(model): cache})
+
+
+def test_padding_in_a_later_turn_is_refused() -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, WHOLE)
+    name = cache_keyword(model)
+    with torch.no_grad():
+        model(input_ids=prompt_of(24), **{name: cache})
+        mask = torch.ones(1, 34, dtype=torch.long)
+        mask[0, 24:27] = 0
+        with pytest.raises(CacheUseError, match="left"):
+            model(input_ids=prompt_of(10), attention_mask=mask, **{name: cache})
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_prepared_4d_mask_is_refused(later: bool) -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, WHOLE)
+    name = cache_keyword(model)
+    with torch.no_grad():
+        if later:
+            model(input_ids=prompt_of(8), **{name: cache})
+        length = 16 if later else 8
+        mask = torch.zeros(1, 1, 8, length)
+        with pytest.raises(CacheUseError, match="4D"):
+            model(input_ids=prompt_of(8), attention_mask=mask, **{name: cache})
+
+
+def test_a_row_of_padding_only_is_refused() -> None:
+    model = model_of("llama")
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1] = 0
+    with pytest.raises(CacheUseError, match="needs a token"), torch.no_grad():
+        model(input_ids=prompt_of(12, 2), attention_mask=mask, **{cache_keyword(model): QEvictCache(model, WHOLE)})
+
+
+def test_going_back_is_refused() -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, TIGHT)
+    step_logits(model, prompt_of(95), 90, cache)
+    with pytest.raises(CacheUseError, match="cropped"):
+        cache.crop(50)
+    with pytest.raises(CacheUseError, match="cropped"):
+        cache.crop(-3)
+
+
+def test_assisted_and_lookup_decoding_are_refused() -> None:
+    model = model_of("llama")
+    with pytest.raises((ValueError, CacheUseError)), torch.no_grad():
+        model.generate(input_ids=prompt_of(60), **{cache_keyword(model): QEvictCache(model, TIGHT)}, max_new_tokens=20,
+                       prompt_lookup_num_tokens=3, do_sample=False)  # fmt: skip
+
+
+def test_a_cache_without_its_attention_is_refused() -> None:
+    model = tiny_model()
+    cache = QEvictCache(model, WHOLE)
+    model.set_attn_implementation("sdpa")
+    name = cache_keyword(model)
+    with pytest.raises(CacheUseError, match="its own attention"), torch.no_grad():
+        for _ in range(2):
+            model(input_ids=prompt_of(8), **{name: cache})
+
+
+def test_training_with_dropout_is_refused() -> None:
+    model = tiny_model(attention_dropout=0.5)
+    model.train()
+    with pytest.raises(CacheUseError, match="eval"):
+        model(input_ids=prompt_of(8), **{cache_keyword(model): QEvictCache(model, WHOLE)})
+
+
+def test_another_batch_size_is_refused() -> None:
+    model = model_of("llama")
+    cache = QEvictCache(model, WHOLE)
+    name = cache_keyword(model)
+    with torch.no_grad():
+        model(input_ids=prompt_of(8, 2), **{name: cache})
+        with pytest.raises(CacheUseError, match="2 batch rows"):
+            model(input_ids=prompt_of(1, 3), **{name: cache})
+
+
+# ---- life of a cache -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"ranker": "key_norm"}, {"prefill_queries": 4}])
+def test_reset_makes_it_new(changes: dict[str, Any]) -> None:
+    model = model_of("llama", "longrope") if not changes else model_of("llama")
+    config = TIGHT.replace(**changes)
+    used, fresh = QEvictCache(model, config), QEvictCache(model, config)
+    step_logits(model, prompt_of(120, seed=5), 90, used)
+    used.reset()
+    assert used.get_seq_length() == 0 and used.num_events == 0
+    again = step_logits(model, prompt_of(150), 100, used)
+    torch.testing.assert_close(again, step_logits(model, prompt_of(150), 100, fresh), atol=0, rtol=0)
+    assert torch.equal(used.board, fresh.board)
+
+
+def test_reset_then_a_prompt_of_one_token_is_scored_by_key_norm() -> None:
+    model = model_of("llama")
+    config = QEvictConfig(ranker="key_norm", kv_budget_bytes=2 * 12_000, local_tokens=8, planned_new_tokens=120)
+    used, fresh = QEvictCache(model, config), QEvictCache(model, config)
+    step_logits(model, prompt_of(150), 130, used)
+    used.reset()
+    for cache in (used, fresh):
+        step_logits(model, prompt_of(120), 1, cache)
+    assert bool((fresh.board == 4).any()) and torch.equal(used.board, fresh.board)
+
+
+def test_two_caches_take_turns_on_one_model() -> None:
+    model = model_of("llama")
+    whole = [prompt_of(130, seed=s) for s in (1, 2)]
+    alone = [step_logits(model, w, 90, QEvictCache(model, TIGHT)) for w in whole]
+    caches = [QEvictCache(model, TIGHT), QEvictCache(model, TIGHT.replace(backend="eager"))]
+    name = cache_keyword(model)
+    out: list[list[torch.Tensor]] = [[], []]
+    with torch.no_grad():
+        for at in range(90, 131):
+            for k in (0, 1):
+                part = whole[k][:, :90] if at == 90 else whole[k][:, at - 1 : at]
+                out[k].append(model(input_ids=part, **{name: caches[k]}).logits[:, -1])
+    for k in (0, 1):
+        torch.testing.assert_close(torch.stack(out[k], 1), alone[k], **NEAR)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gemma3"])
+def test_stock_caches_still_work_on_an_enabled_model(architecture: str) -> None:
+    model = model_of(architecture)
+    ids = prompt_of(80, 2)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    stock = greedy(model, 20, input_ids=ids, attention_mask=mask)
+    QEvictCache(model, TIGHT)
+    assert model.config._attn_implementation == "qevict"
+    after = greedy(model, 20, DynamicCache(config=model.config), input_ids=ids, attention_mask=mask)
+    assert torch.equal(after, stock)
+    with torch.no_grad():
+        model.set_attn_implementation("eager")
+        wanted = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 10:]
+        model.set_attn_implementation("qevict")
+        got = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 10:]
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_a_forward_that_broke_off_is_noticed_and_reset_mends_it() -> None:
+    model = tiny_model()
+    whole = prompt_of(120)
+    wanted = step_logits(model, whole, 90, QEvictCache(model, TIGHT))
+    cache = QEvictCache(model, TIGHT)
+    step_logits(model, whole[:, :100], 90, cache)
+    name = cache_keyword(model)
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    for place in (model.model.layers[0].mlp, model.model.layers[1].self_attn.v_proj):
+        hook = place.register_forward_pre_hook(fail)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(input_ids=whole[:, :1], **{name: cache})
+        hook.remove()
+        with pytest.raises(CacheUseError, match="reset"), torch.no_grad():
+            model(input_ids=whole[:, :1], **{name: cache})
+        cache.reset()
+        torch.testing.assert_close(step_logits(model, whole, 90, cache), wanted, atol=0, rtol=0)
