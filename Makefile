@@ -4,7 +4,7 @@
 #   make test        set everything up and run the whole suite
 #   make check       formatting, lint, types, import rules
 #   make test-range  the engine's tests with the oldest and the newest transformers that are allowed
-#   make bench       what a token costs against the full cache
+#   make bench       what a token costs against the full cache (ARGS="attention --json" measures another part)
 #   make clean       remove what these made; sessions and the model cache stay
 #
 # TORCH_INDEX=URL installs PyTorch from another index, such as one of CPU builds. PYTHON=path chooses the interpreter.

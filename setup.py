@@ -12,6 +12,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 KERNELS = Path("engine/attention/kernels")
 COMMON = ["-O3", "-std=gnu11", "-fvisibility=hidden", "-fno-math-errno"]
@@ -24,7 +25,7 @@ class BuildKernels(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         if self.compiler.compiler_type != "unix":
-            raise RuntimeError("the kernels need gcc or clang")
+            raise CompileError("the kernels need gcc or clang")
         x86 = platform.machine().lower() in ("x86_64", "amd64")
         units = [("avx2", AVX2), ("avx512", AVX512)] if x86 else []
         temporary = Path(self.build_temp)
@@ -44,7 +45,7 @@ class BuildKernels(build_ext):
             probe.write_text("int probe(void) { return 0; }\n", encoding="utf-8")
             try:
                 self.compiler.compile([str(probe)], output_dir=folder, extra_postargs=[*flags, "-Werror"])
-            except Exception as error:  # the compilers' errors share no public base class
+            except CompileError as error:
                 print(f"this compiler lacks {flags[-1]}: {error}")
                 return False
         return True

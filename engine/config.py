@@ -118,9 +118,7 @@ class QEvictConfig:
         for name in ("routing_interval", "local_tokens"):
             value = getattr(self, name)
             if value is not None and (value < self.window_size or value % self.window_size):
-                raise ConfigError(
-                    f"{name} must be a positive multiple of window_size {self.window_size}, got {value}."
-                )
+                raise ConfigError(f"{name} must be a positive multiple of window_size {self.window_size}, got {value}.")
 
     @property
     def interval(self) -> int:

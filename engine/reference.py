@@ -111,7 +111,9 @@ class Reference:
     def __init__(self, model: PreTrainedModel, cache: QEvictCache, room: int, horizon: int) -> None:
         state = cache.state
         if state.staging is None or state.staging.start != 0:
-            raise CacheUseError("a reference must be made after the prompt's forward and before its first routing event.")
+            raise CacheUseError(
+                "a reference must be made after the prompt's forward and before its first routing event."
+            )
         self._decoder = model.base_model
         self._keyword = cache_keyword(self._decoder)
         shape = state.shape

@@ -9,6 +9,7 @@ at the event: a = exp(q·k·scale - lse). Probabilities and sums are float32.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,7 @@ class Ranker:
         if self.decay == 1.0:
             return None
         age = torch.arange(queries - 1, -1, -1, device=device, dtype=torch.float32)
-        return torch.pow(torch.tensor(self.decay, device=device), age)
+        return torch.exp(age * math.log(self.decay))
 
     def prompt_weights(self, queries: int, device: torch.device) -> Tensor | None:
         """The same for the queries of a prompt; all 0 where only its last n count, known when it ends."""

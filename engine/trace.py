@@ -266,16 +266,7 @@ class ErrorEvent:
 
 
 TraceEvent: TypeAlias = (
-    RunMeta
-    | Progress
-    | StepEvent
-    | Keyframe
-    | RoutingEvent
-    | LateMetrics
-    | ScoreEvent
-    | Mark
-    | EndEvent
-    | ErrorEvent
+    RunMeta | Progress | StepEvent | Keyframe | RoutingEvent | LateMetrics | ScoreEvent | Mark | EndEvent | ErrorEvent
 )
 
 

@@ -1,9 +1,9 @@
 """Attention backends behind one interface, and the choice between them.
 
-    eager    the readable reference; materialises probabilities
-    sdpa     torch's kernels, parts merged by log-sum-exp, windows scored later
-    flash2   package flash-attn for the full-precision part (optional extra, CUDA)
-    fused    one compiled pass over arena and packed codes
+eager    the readable reference; materialises probabilities
+sdpa     torch's kernels, parts merged by log-sum-exp, windows scored later
+flash2   package flash-attn for the full-precision part (optional extra, CUDA)
+fused    one compiled pass over arena and packed codes
 """
 
 from __future__ import annotations
@@ -55,9 +55,7 @@ class AttentionBackend(Protocol):
     ) -> Tensor: ...
 
 
-def unavailable(
-    name: str, device: str, head_dim: int | None = None, value_group_size: int | None = None
-) -> str | None:
+def unavailable(name: str, device: str, head_dim: int | None = None, value_group_size: int | None = None) -> str | None:
     """Why backend `name` cannot run on `device`, as one sentence; None where it can."""
     if name in ("eager", "sdpa"):
         return None

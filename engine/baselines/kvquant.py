@@ -7,6 +7,7 @@ pointers). The first token stays in full. A token is coded once, when it comes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,8 @@ class NuqLayer(Resident):
         if outliers.count:
             by_token = dense.transpose(0, 1).reshape(-1, dense.shape[2])
             outliers.put(by_token)
-            dense.copy_(by_token.view(dense.shape[1], dense.shape[0], -1).transpose(0, 1))
+            if by_token.data_ptr() != dense.data_ptr():  # one batch row: a view, written in place
+                dense.copy_(by_token.view(dense.shape[1], dense.shape[0], -1).transpose(0, 1))
 
     def parts(self, query: Tensor, scale: float, softcap: float | None) -> list[tuple[Tensor, Tensor]]:
         key, value = self._read()
@@ -255,15 +257,21 @@ class KVQuant(Rival):
         layer = self.fixed_bytes(shape, total - sinks, round(self.outliers * width * (total - sinks)), each)
         return shape.num_layers * (layer + sinks * shape.token_bytes)
 
-    def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
-        books = codebooks(
-            context.model,
-            context.run.tokenizer,
+    def _books(self, model: Any, tokenizer: Any) -> list[Codebook]:
+        return codebooks(
+            model,
+            tokenizer,
             bits=self.bits,
             share=self.outliers,
             tokens=self.calibration_tokens,
             fisher=self.fisher,
             qnorm=self.qnorm,
         )
-        rope = context.rope()
+
+    def build(self, model: Any, run: RunPlan) -> Any:
+        self._books(model, run.tokenizer)  # calibrates now, not in the middle of a run
+        return Rival.build(self, model, run)
+
+    def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
+        books, rope = self._books(context.model, context.run.tokenizer), context.rope()
         return [NuqLayer(self, part, context, book, rope) for part, book in zip(staged, books, strict=True)]

@@ -121,6 +121,8 @@ class RivalCache(Cache):
         self.columns = 0
         self.prefill_peak_bytes = 0
         self.compress_seconds = 0.0
+        self.only_watching = False
+        """Set while another cache's prompt is being watched: staging then skips its own attention."""
         for layer in self._owned:
             layer.seen, layer.pending = 0, False
 
@@ -251,7 +253,16 @@ class RivalCache(Cache):
         if not self._staging:
             return self._resident[layer].step(query, key, value, scale, softcap)
         parts = self._resident[layer].parts(query, scale, softcap) if self._resident else []
-        out = self._staging[layer].ingest(module, query, key, value, scale=scale, softcap=softcap, resident=parts)
+        out = self._staging[layer].ingest(
+            module,
+            query,
+            key,
+            value,
+            scale=scale,
+            softcap=softcap,
+            resident=parts,
+            output_wanted=not self.only_watching,
+        )
         if layer == len(self._owned) - 1:
             self.prefill_peak_bytes = max(self.prefill_peak_bytes, sum(part.nbytes for part in self._staging))
         return out

@@ -50,11 +50,17 @@ class StagedLayer:
         scale: float,
         softcap: float | None,
         resident: list[tuple[Tensor, Tensor]],
+        output_wanted: bool = True,
     ) -> Tensor:
-        """Causal attention of [B, H_q, T, d] over staged and new tokens, merged with the `resident` parts."""
+        """Causal attention of [B, H_q, T, d] over staged and new tokens, merged with the `resident` parts.
+
+        Without `output_wanted` the answer is the query, and no attention runs unless column sums need it.
+        """
         past = 0 if self._staged is None else self._staged.key.shape[2]
         self._put(module, query, key, value)
         staged = self.staged
+        if not output_wanted and staged.column_sums is None:
+            return query
         out = torch.zeros_like(query)
         lse = torch.full(query.shape[:3], NO_KEYS, device=query.device)
         begin = self._start + past

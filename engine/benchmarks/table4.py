@@ -103,7 +103,9 @@ def measure(
     """One row per system; FullKV first. Systems take turns `repeats` times and medians are given."""
     device = next(model.parameters()).device
     vocabulary = model.config.vocab_size
-    ids = torch.randint(5, vocabulary - 1, (batch, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(device)
+    ids = torch.randint(5, vocabulary - 1, (batch, prompt_tokens), generator=torch.Generator().manual_seed(0)).to(
+        device
+    )
     rows: dict[str, list[dict[str, Any]]] = {}
     enable(model)
     for _ in range(repeats):
@@ -111,9 +113,7 @@ def measure(
             if name == "full":
                 cache: Any = DynamicCache(config=model.config)
             else:
-                cache = QEvictCache(
-                    model, QEvictConfig(kv_budget=budget, planned_new_tokens=new_tokens, backend=name)
-                )
+                cache = QEvictCache(model, QEvictConfig(kv_budget=budget, planned_new_tokens=new_tokens, backend=name))
             rows.setdefault(name, []).append(_one(model, cache, ids, new_tokens, device))
     full = sorted(row["tpot_ms"] for row in rows["full"])[len(rows["full"]) // 2]
     for name, found in rows.items():
@@ -129,7 +129,9 @@ def measure(
         }
 
 
-def _one(model: PreTrainedModel, cache: Any, ids: torch.Tensor, new_tokens: int, device: torch.device) -> dict[str, Any]:
+def _one(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, new_tokens: int, device: torch.device
+) -> dict[str, Any]:
     def now() -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -42,7 +42,7 @@ def summarize(seconds: list[float]) -> Timing:
 
 
 def named_clock(name: str) -> Clock:
-    """"wall", or "cpu": processor time of all threads, for a machine that others use too."""
+    """ "wall", or "cpu": processor time of all threads, for a machine that others use too."""
     return time.process_time if name == "cpu" else time.perf_counter
 
 

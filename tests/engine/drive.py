@@ -99,9 +99,7 @@ class Drive:
             rows.append((q, k, v))
         out = []
         for layer in range(self.layers):
-            q, k, v = (
-                torch.from_numpy(np.stack([row[i][:, layer] for row in rows])).to(self.dtype) for i in range(3)
-            )
+            q, k, v = (torch.from_numpy(np.stack([row[i][:, layer] for row in rows])).to(self.dtype) for i in range(3))
             out.append((q, k, v))
         return out
 

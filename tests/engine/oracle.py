@@ -313,7 +313,5 @@ class Oracle:
         entry = row.entries[block]
         for head in row.heads:
             for place, c in enumerate(self.block_columns(block)):
-                row.key[head, c] = turn(
-                    entry.key[head, place], self._position(row, c), self.inv_freq, self.rope_scale
-                )
+                row.key[head, c] = turn(entry.key[head, place], self._position(row, c), self.inv_freq, self.rope_scale)
                 row.value[head, c] = entry.value[head, place]

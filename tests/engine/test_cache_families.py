@@ -417,7 +417,7 @@ def test_reset_makes_it_new(changes: dict[str, Any]) -> None:
 
 def test_reset_then_a_prompt_of_one_token_is_scored_by_key_norm() -> None:
     model = model_of("llama")
-    config = QEvictConfig(ranker="key_norm", kv_budget_bytes=2 * 12_000, local_tokens=8, planned_new_tokens=120)
+    config = QEvictConfig(ranker="key_norm", kv_budget_bytes=2 * 9_000, local_tokens=8, planned_new_tokens=120)
     used, fresh = QEvictCache(model, config), QEvictCache(model, config)
     step_logits(model, prompt_of(150), 130, used)
     used.reset()

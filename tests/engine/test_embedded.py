@@ -102,6 +102,19 @@ def test_the_converted_model_is_the_model(model: Any, source: Path) -> None:
     assert conversion[-1].done == conversion[-1].total == 3 + 9 * LAYERS
 
 
+@pytest.mark.skipif(embedded.packaged_file() is None, reason="the package with the embedded model is not installed")
+def test_digits_stand_alone_and_special_tokens_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = embedded.packaged_file()
+    if source is None:
+        pytest.fail("no file")
+    tokenizer = embedded._tokenizer(embedded._open(source), source)
+    text = "Line one\n\n1. In 2024, 你好 <b>"
+    ids = tokenizer(text)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    assert all(sum(char.isdigit() for char in piece) <= 1 for piece in tokenizer.convert_ids_to_tokens(ids))
+    assert tokenizer("<|im_start|>user<|im_end|>")["input_ids"] == [1, 4093, 2]
+
+
 def test_the_second_time_nothing_is_converted(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_model("embedded")
 

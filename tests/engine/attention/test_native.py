@@ -304,12 +304,15 @@ def test_threads_and_batches_change_nothing(isa: str) -> None:
     one, lse = pools.plan.decode(pools.query, pools.seq_len)
     try:
         native.set_threads(3)
-        for _ in range(20):
+        for turn in range(20):
+            if turn == 15:
+                native.share_torch_threads(True)
             many, many_lse = pools.plan.decode(pools.query, pools.seq_len)
             assert torch.equal(one, many)
             assert torch.equal(lse, many_lse)
     finally:
         native.set_threads(1)
+        native.share_torch_threads(False)
     ledger = LedgerTensors(**{f.name: getattr(pools.ledger, f.name)[:1] for f in dataclasses.fields(LedgerTensors)})
     alone = DecodePlan(dataclasses.replace(shape, batch=1), *pools.plan._tables)
     alone.bind(pools.keys[:1], pools.values[:1], pools.ids[:1], pools.count[:1], pools.pad[:1], ledger)
@@ -412,6 +415,25 @@ def test_window_beyond_the_position_table() -> None:
     pools.ledger.ids[0, 1] = 10_000
     with pytest.raises(BackendError, match="cos table"):
         pools.plan.decode(pools.query, pools.seq_len)
+
+
+def test_missing_library_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".absent"])
+    library, why = native._open()
+    assert library is None
+    assert why is not None and "compiler" in why
+    monkeypatch.setattr(native, "_library", None)
+    monkeypatch.setattr(native, "_reason", why)
+    assert not native.available()
+    with pytest.raises(BackendError, match="cannot run on this CPU"):
+        native.full_decode(torch.zeros(1, 2, 64), *(torch.zeros(1, 1, 4, 64),) * 2, scale=1.0)
+
+
+def test_wish_for_an_unknown_instruction_set_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(native.ISA_VARIABLE, "mmx")
+    library, why = native._open()
+    assert library is None
+    assert why is not None and "QEVICT_ISA=mmx" in why
 
 
 def test_unknown_instruction_set() -> None:

@@ -1,0 +1,286 @@
+"""The fused backend on a CUDA device: Triton kernels over arena and packed codes, masses as a by-product.
+
+Prompts run through torch's flash kernel where the dtype allows it, and their column masses through
+`triton_columns.py`. Decode never waits for the host, so a step may be captured in a CUDA graph; a graph is
+good until the next routing event, as everything else that is bound to the pools. Knows the state of a cache;
+knows no model. Checked in Triton's interpreter and compiled for sm_80 and sm_90; see `benchmarks/gpu_check.py`
+for the check on a real device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.attention import triton_columns, triton_decode
+from engine.attention.sdpa import SdpaBackend
+from engine.attention.state import KVState
+from engine.quant import LANES
+from engine.scores import Ranker
+
+ARENA_TOKENS = 64
+"""Tokens of an arena tile: a multiple of every window size."""
+MASS_TILE = 128
+PROGRAMS_PER_PROCESSOR = 4
+MAX_SPLITS = 64
+
+
+def power_of_two(number: int) -> int:
+    """The next power of two, at least 1."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+@dataclass(slots=True)
+class _Workspace:
+    """What one step writes and reads again; layers use it one after the other."""
+
+    turned: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+    raw_arena: Tensor
+    raw_ledger: Tensor
+    clock: Tensor
+    pads: Tensor
+    shift: Tensor
+
+
+@dataclass(slots=True)
+class _Bound:
+    """One layer's slices of the pools and what they were taken from."""
+
+    stamp: tuple[int, ...]
+    arena: tuple[Tensor, ...]
+    ledger: tuple[Tensor, ...]
+    arena_scores: Tensor
+    ledger_scores: Tensor
+
+
+class FusedCudaBackend(SdpaBackend):
+    """Triton decode and prompt scoring."""
+
+    name = "fused"
+
+    def __init__(self, ranker: Ranker) -> None:
+        self.scores_in_step = ranker.power == 1.0
+        self._masses = ranker.uses_attention and self.scores_in_step
+        self._bound: dict[int, _Bound] = {}
+        self._space: _Workspace | None = None
+        self._space_for: tuple[Any, ...] = ()
+        self._columns = -1
+
+    def decode(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Stores one token per row, [B, H_kv, 1, d], and attends for query [B, H_q, 1, d]."""
+        if query.device.type == "cuda" and query.device.index != torch.cuda.current_device():
+            with torch.cuda.device(query.device):
+                return self._decode(state, layer, query, key, value, scale, softcap)
+        return self._decode(state, layer, query, key, value, scale, softcap)
+
+    def _decode(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        store, shape, rope, window = state.pool, state.shape, state.rope, state.config.window_size
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        heads, group, dim = shape.batch * shape.num_kv_heads, state.group_heads, shape.head_dim
+        arena_splits, ledger_splits = splits(state, query.device)
+        parts = arena_splits + ledger_splits
+        space = self._workspace(state, query, parts)
+        bound = self._bind(state, layer)
+        self._tick(state, space)
+        wide = query.dtype == torch.float32 or store.dtype == torch.float32
+        sizes: dict[str, Any] = {
+            "G": group, "GP": power_of_two(group), "D": dim, "DP": max(16, power_of_two(dim)), "HD": shape.heads,
+        }  # fmt: skip
+        grid = {"OMEGA": window, "OFFSET": state.grid.offset}
+        half = {"HALF": rope.half, "HP": max(16, power_of_two(rope.half))}
+        # Base-2 logits: the factor goes into the query, except under a cap, which needs them as they are.
+        factor = scale if softcap is not None else scale * triton_decode.LOG2E.value
+        cap = softcap or 1.0
+        arena_key, arena_value, arena_ids, arena_count = bound.arena
+        out = torch.empty_like(query)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        triton_decode.prepare[(heads, window)](
+            query, key, value, arena_key, arena_value, arena_count, space.clock, rope.cos, rope.sin, space.turned,
+            store.slots, factor,
+            **sizes, **grid, **half, ROPE_SCALE=rope.scale, TURN=ledger_splits > 0, num_warps=1,
+            enable_fp_fusion=True,
+        )  # fmt: skip
+        triton_decode.arena[(heads, arena_splits)](
+            query, arena_key, arena_value, arena_ids, arena_count, space.pads, space.clock,
+            space.part_out, space.part_lse, space.raw_arena, store.slots, factor, cap, parts,
+            **sizes, **grid, TOKENS=ARENA_TOKENS, WIDE=wide, CAPPED=softcap is not None, MASS=self._masses,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        if ledger_splits:
+            ids, live_count = bound.ledger[6:]
+            triton_decode.ledger[(heads, ledger_splits)](
+                space.turned, *bound.ledger[:6], ids, live_count, space.shift, rope.cos, rope.sin,
+                space.part_out, space.part_lse, space.raw_ledger, store.lane_blocks, cap, parts, arena_splits,
+                **sizes, **grid, **half, RP=straight_channels(dim, rope.half), BITS=state.config.bits,
+                GV=store.value_groups, **ledger_tile(window), CAPPED=softcap is not None, MASS=self._masses,
+                enable_fp_fusion=True,
+            )  # fmt: skip
+        places = store.lane_blocks * LANES
+        arena_tiles = -(-store.slots // MASS_TILE)
+        ledger_tiles = -(-places // MASS_TILE) if ledger_splits else 0
+        tasks = shape.heads + (arena_tiles + ledger_tiles if self._masses else 0)
+        triton_decode.merge[(shape.rows_per_layer, tasks)](
+            space.part_out, space.part_lse, out, lse,
+            space.raw_arena, bound.arena_scores, arena_count,
+            space.raw_ledger, bound.ledger_scores, bound.ledger[7],
+            store.slots, places, arena_tiles, parts,
+            **sizes, PP=power_of_two(parts), TILE=MASS_TILE, MASS=self._masses,
+            num_warps=4, enable_fp_fusion=True,
+        )  # fmt: skip
+        return out, (None if self.scores_in_step else lse)
+
+    def _tick(self, state: KVState, space: _Workspace) -> None:
+        """Brings the device's column counter up to date; one step on is a device operation, for captured steps."""
+        if self._columns == state.columns:
+            return
+        if self._columns == state.columns - 1:
+            space.clock.add_(1)
+        else:
+            space.clock.fill_(state.columns)
+        self._columns = state.columns
+
+    def _workspace(self, state: KVState, query: Tensor, parts: int) -> _Workspace:
+        store, shape = state.pool, state.shape
+        wanted = (shape.batch, store.slots, store.lane_blocks, query.dtype, query.device, tuple(state.pads))
+        if self._space is not None and self._space_for == wanted and self._space.part_lse.shape[1] >= parts:
+            return self._space
+        heads, group, dim = shape.batch * shape.num_kv_heads, state.group_heads, shape.head_dim
+        half = query.dtype in (torch.float16, torch.bfloat16)
+
+        def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.empty(size, dtype=dtype, device=query.device)
+
+        def rows(numbers: Tensor) -> Tensor:
+            return state.rows(numbers)[: shape.rows_per_layer].to(torch.int32).contiguous()
+
+        self._columns = -1
+        self._space_for = wanted
+        self._space = _Workspace(
+            # Codes, scales and zeros are made for float16: its products carry more digits than bfloat16's.
+            turned=empty(heads, state.config.window_size, group, dim, dtype=torch.float16 if half else torch.float32),
+            part_out=empty(heads, parts, group, dim),
+            part_lse=empty(heads, parts, group),
+            raw_arena=empty(heads * group, store.slots),
+            raw_ledger=empty(heads * group, store.lane_blocks * LANES),
+            clock=torch.zeros(1, dtype=torch.int32, device=query.device),
+            pads=rows(torch.tensor(state.pads)),
+            shift=rows(state.shift),
+        )
+        return self._space
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of what steps write and read again."""
+        space = self._space
+        if space is None:
+            return 0
+        tensors = (space.turned, space.part_out, space.part_lse, space.raw_arena, space.raw_ledger)
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _bind(self, state: KVState, layer: int) -> _Bound:
+        store = state.pool
+        stamp = (store.arena_key.data_ptr(), store.ledger_ids.data_ptr(), store.arena_count.data_ptr(), store.slots)
+        bound = self._bound.get(layer)
+        if bound is not None and bound.stamp == stamp:
+            return bound
+        part = state.layer_slice(layer)
+        bound = _Bound(
+            stamp,
+            (store.arena_key[part], store.arena_value[part], store.arena_ids[part], store.arena_count[part]),
+            (
+                store.key_codes[part],
+                store.key_scale[part],
+                store.key_zero[part],
+                store.value_codes[part],
+                store.value_scale[part],
+                store.value_zero[part],
+                store.ledger_ids[part],
+                store.live_count[part],
+            ),
+            store.arena_scores[part],
+            store.ledger_scores[part],
+        )
+        self._bound[layer] = bound
+        return bound
+
+    def staged_masses(
+        self,
+        state: KVState,
+        query: Tensor,
+        key: Tensor,
+        lse: Tensor,
+        *,
+        start: int,
+        pad: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Block sums of one batch row's queries over its staged keys, [G, blocks]."""
+        staging = state.staging
+        if staging is None:
+            raise RuntimeError("prompt scores need staged keys")
+        first = staging.start
+        skip = min(max(0, pad - start), query.shape[2])
+        return triton_columns.column_masses(
+            query[0, :, skip:],
+            key[0],
+            lse[0, :, skip:],
+            scale=scale,
+            window_size=state.config.window_size,
+            grid_offset=first - state.grid.first_column(staging.first_block),
+            first_query_column=start + skip - first,
+            first_column=max(0, pad - first),
+            groups=state.shape.groups,
+            softcap=softcap or 0.0,
+            weights=None if weights is None else weights[skip:],
+            power=state.ranker.power,
+        )
+
+
+def straight_channels(dim: int, half: int) -> int:
+    """Padded number of channels that carry no position; 0 where all do."""
+    rest = dim - 2 * half
+    return max(16, power_of_two(rest)) if rest else 0
+
+
+def ledger_tile(window: int) -> dict[str, int]:
+    """Windows of a tile, tokens of one softmax round, and warps: without spills for head_dim 64 and 128."""
+    return {"WINDOWS": 16, "CHUNK": min(8, window), "num_warps": 4, "num_stages": 1}
+
+
+def splits(state: KVState, device: torch.device) -> tuple[int, int]:
+    """Programs per KV head for arena and ledger; any numbers are correct, these fill the device.
+
+    They follow host counts that change at events only, or when a block opens.
+    """
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    heads = state.shape.batch * state.shape.num_kv_heads
+    most = max(1, min(MAX_SPLITS, -(-PROGRAMS_PER_PROCESSOR * processors // heads)))
+    arena = -(-state.arena_used * state.config.window_size // ARENA_TOKENS)
+    ledger = -(-state.live_used // ledger_tile(state.config.window_size)["WINDOWS"])
+    return max(1, min(most, arena)), min(most, ledger)
