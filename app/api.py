@@ -6,122 +6,50 @@ Thin: it checks what comes in and hands it on. Knows FastAPI; knows no Gradio.
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, HTTPException, Path, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
 from fastapi.params import Depends as DependsParam
-from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
+from fastapi.responses import StreamingResponse
 
+from app.api_marks import create_marks_router
+from app.api_route import LARGEST_SEQ, NDJSON, SECURITY_HEADERS, Route, Seq, SessionId, program_version
+from app.api_server import add_docs, create_server_router
 from app.context import AppContext
 from app.events import SSE_HEADERS
-from app.run_body import read_request
-from app.runs import QueueFullError
+from app.openai_api import create_openai_router
+from app.run_body import RUN_SCHEMA, read_request
 from app.sessions import UnknownSessionError
 from app.settings import ASSETS
 from app.store_file import StoreError
 from app.trace_files import EXPORTS, export, first_trace
-from engine.errors import EngineError
+from visuals.replay import page_script
 
-SECURITY_HEADERS = {
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
-}
 STATIC_TYPES = {
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
     ".map": "application/json",
 }
-NDJSON = "application/x-ndjson"
-LARGEST_SEQ = 2**53
-
-SessionId = Annotated[str, Path(max_length=64, pattern=r"^[A-Za-z0-9_-]+$")]
-Seq = Annotated[int, Query(ge=0, le=LARGEST_SEQ)]
-
-
-class _Route(APIRoute):
-    """Turns the program's own errors into clear answers, and adds the security headers to every answer."""
-
-    def get_route_handler(self) -> Callable[[Request], Any]:
-        handle = super().get_route_handler()
-
-        async def guarded(request: Request) -> Response:
-            try:
-                response: Response = await handle(request)
-            except HTTPException as error:
-                response = JSONResponse({"detail": error.detail}, error.status_code, dict(error.headers or {}))
-            except RequestValidationError as error:
-                response = JSONResponse({"detail": _sentence(error)}, 404 if _is_bad_id(error) else 422)
-            except EngineError as error:
-                response = JSONResponse({"detail": str(error)}, _status_of(error))
-            for name, value in SECURITY_HEADERS.items():
-                response.headers.setdefault(name, value)
-            return response
-
-        return guarded
-
-
-def _is_bad_id(error: RequestValidationError) -> bool:
-    return any(tuple(fault["loc"])[:2] == ("path", "sid") for fault in error.errors())
-
-
-def _sentence(error: RequestValidationError) -> str:
-    if _is_bad_id(error):
-        return "there is no such session."
-    fault = error.errors()[0]
-    return f"{fault['loc'][-1]}: {fault['msg']}."
-
-
-def _status_of(error: EngineError) -> int:
-    if isinstance(error, UnknownSessionError):
-        return 404
-    if isinstance(error, QueueFullError):
-        return 429
-    return 503 if isinstance(error, StoreError) else 422
-
-
-def program_version() -> str:
-    """The installed version of this program."""
-    try:
-        return version("qevict-lab")
-    except PackageNotFoundError:
-        return "unknown"
+BOARD_SCRIPT = "js/board.js"
+"""Made of the board's scripts, without what only people read; the page brings the words itself."""
+def include_routes(app: FastAPI, context: AppContext, dependencies: Sequence[DependsParam] = ()) -> None:
+    """Adds all our addresses to an application. `dependencies` guard every one of them."""
+    makers = (create_server_router, create_router, create_marks_router, create_openai_router)
+    routers = [make(context, dependencies) for make in makers]
+    for router in routers:
+        app.include_router(router)
+    add_docs(app, routers)
 
 
 def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()) -> APIRouter:
-    """All routes of one server. `dependencies` guard every one of them, for a login."""
-    router = APIRouter(prefix="/qe", route_class=_Route, dependencies=list(dependencies), tags=["qevict"])
-    began = time.monotonic()
+    """Starting, following, reading and deleting sessions. `dependencies` guard every route."""
+    router = APIRouter(prefix="/qe", route_class=Route, dependencies=list(dependencies), tags=["sessions"])
 
-    @router.get("/ping")
-    def ping() -> dict[str, bool]:
-        """Whether the server answers."""
-        return {"ok": True}
-
-    @router.get("/health")
-    def health() -> dict[str, Any]:
-        """How the server is: version, store, runs."""
-        trouble = context.sessions.trouble
-        return {
-            "status": "degraded" if trouble else "ok",
-            "version": program_version(),
-            "uptime_s": round(time.monotonic() - began, 1),
-            "store": trouble or "ok",
-            "running": int(context.runs.active is not None),
-            "waiting": len(context.runs.waiting),
-            "followers": context.bus.followers,
-        }
-
-    @router.post("/runs", status_code=202)
+    @router.post("/runs", status_code=202, openapi_extra=RUN_SCHEMA)
     async def start(request: Request) -> dict[str, str]:
         """Starts a run: {"prompt", "model", "preset", "config", "options", ...}; answers with its session at once."""
         wanted = await read_request(request, context.settings)
@@ -178,10 +106,8 @@ def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()
     def sessions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 200, offset: Annotated[int, Query(ge=0, le=LARGEST_SEQ)] = 0
     ) -> dict[str, Any]:
-        """Sessions, newest first, without their prompts."""
-        if not context.settings.list_sessions:
-            raise HTTPException(403, "this server does not list its sessions: use the link of yours.")
-        found = [asdict(info) for info in context.sessions.list(limit, offset)]
+        """Sessions that the visitor may see, newest first, without their prompts."""
+        found = [info.shown() for info in context.listed(limit, offset)]
         for info in found:
             info["settings"].pop("prompt", None)
         return {"sessions": found}
@@ -189,11 +115,13 @@ def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()
     @router.get("/s/{sid}")
     def session(sid: SessionId) -> dict[str, Any]:
         """One session's settings, versions and summary."""
-        return asdict(context.sessions.get(sid))
+        return context.sessions.get(sid).shown() | {"yours": context.access.may_change(context.sessions.get(sid).user)}
 
     @router.delete("/s/{sid}")
     def delete(sid: SessionId) -> dict[str, bool]:
         """Deletes a session for good; a run is stopped first."""
+        if context.bus.channel(sid) is None:
+            context.access.demand(context.sessions.get(sid).user)
         if context.runs.stop(sid):
             if not context.runs.wait(sid, 30):
                 raise HTTPException(409, "the run is still busy with one step: try again in a moment.")
@@ -287,13 +215,18 @@ def _lines(rows: Iterator[bytes]) -> StreamingResponse:
 
 
 def _static(request: Request, path: str) -> Response:
+    if path == BOARD_SCRIPT:
+        return _cached(request, page_script(with_texts=False).encode(), STATIC_TYPES[".js"])
     folder, _, _ = path.partition("/")
     root = (ASSETS / folder).resolve()
     file = (ASSETS / path).resolve() if "\0" not in path else root
     kind = STATIC_TYPES.get(file.suffix)
     if folder not in ("js", "css") or kind is None or not file.is_relative_to(root) or not file.is_file():
         raise HTTPException(404, "there is no such file.")
-    data = file.read_bytes()
+    return _cached(request, file.read_bytes(), kind)
+
+
+def _cached(request: Request, data: bytes, kind: str) -> Response:
     etag = f'"{hashlib.sha256(data).hexdigest()[:24]}"'
     lasting = "public, max-age=31536000, immutable" if "v" in request.query_params else "no-cache"
     headers = {"ETag": etag, "Cache-Control": lasting}

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from app import bench_command
+from app import bench_command, diagnose_command
 from engine.config import BACKENDS, KV_DTYPES, RANKERS, SCORE_SCOPES
 from engine.errors import EngineError
 from presets.loader import DEFAULT, load_models, load_presets
@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
             listing.add_argument("--convert", action="store_true", help="prepare the embedded model for quick loading")
     _add_sessions(commands)
     bench_command.add(commands)
+    diagnose_command.add(commands)
     return parser
 
 

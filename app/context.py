@@ -10,18 +10,25 @@ from typing import Any
 
 from app.events import Bus
 from app.runs import RunManager
-from app.sessions import Sessions
+from app.sessions import SessionInfo, Sessions
 from app.settings import Settings
+from app.visitors import Access, Signature, current_visitor
 
 
 @dataclass(frozen=True, slots=True)
 class AppContext:
-    """One server's settings, store, bus and runs."""
+    """One server's settings, store, bus and runs, who may do what, and what visitors' cookies are signed with."""
 
     settings: Settings
     sessions: Sessions
     bus: Bus
     runs: RunManager
+    access: Access
+    signature: Signature
+
+    def listed(self, limit: int = 200, offset: int = 0) -> list[SessionInfo]:
+        """Stored sessions that the current visitor is shown, newest first."""
+        return self.sessions.list(limit, offset, self.access.listed_user)
 
     def close(self) -> None:
         """Ends runs as "interrupted", ends all streams, writes what is left."""
@@ -32,6 +39,13 @@ class AppContext:
 
 def create_context(settings: Settings, **parts: Any) -> AppContext:
     """Puts a server's parts together; opens nothing yet. `parts` go to `RunManager`: engine, loader, options."""
-    sessions = Sessions(settings.database, wait_seconds=settings.store_wait_seconds, max_backlog=settings.ring_size)
+    access = Access(settings.list_sessions)
+    sessions = Sessions(
+        settings.database,
+        wait_seconds=settings.store_wait_seconds,
+        max_backlog=settings.ring_size,
+        demand=access.demand,
+    )
     bus = Bus(settings.ring_size, sessions.events, sessions.catch_up)
-    return AppContext(settings, sessions, bus, RunManager(settings, sessions, bus, **parts))
+    runs = RunManager(settings, sessions, bus, visitor=current_visitor, demand=access.demand, **parts)
+    return AppContext(settings, sessions, bus, runs, access, Signature(settings.data_dir, settings.secret))

@@ -15,6 +15,7 @@ import gradio as gr
 from app.settings import ASSETS
 from app.texts import LANGUAGES, text
 from visuals.palette import css_variables
+from visuals.replay import lean_script
 
 SANS = (
     "system-ui",
@@ -48,7 +49,7 @@ def head() -> str:
     colors = f":root {{\n{css_variables('light')}\n}}\nbody.dark {{\n{css_variables('dark')}\n}}\n"
     style = colors + _asset("css/app.css")
     words = json.dumps({lang: {name: text(lang, key) for name, key in HINTS.items()} for lang in LANGUAGES})
-    script = f"window.qePageWords = {words};\n{_asset('js/page.js')}"
+    script = f"window.qePageWords = {words};\n{lean_script(_asset('js/page.js'))}"
     return f"<style>\n{style}\n</style>\n<script>\n{script}\n</script>"
 
 

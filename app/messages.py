@@ -17,6 +17,15 @@ def notices_html(sentences: Sequence[str]) -> str:
     return "".join(f'<div class="qe-page-message" role="status">{escape(sentence)}</div>' for sentence in sentences)
 
 
+NOTICES = ("new_tokens_capped", "no_full_history")
+"""The engine's notices; a sentence of the app's own is shown as it is."""
+
+
+def notice_sentences(notices: Sequence[str], lang: str) -> list[str]:
+    """A run's notices as sentences."""
+    return [text(lang, f"notice.{notice}") if notice in NOTICES else notice for notice in notices]
+
+
 def error_html(sentence: str) -> str:
     """An error as a block that a screen reader announces at once."""
     return f'<div class="qe-page-message qe-bad" role="alert">{escape(sentence)}</div>'

@@ -74,6 +74,13 @@ def _marks_and_answers(db: Database) -> None:
     )
 
 
+@MIGRATIONS(name="003_user")
+def _user(db: Database) -> None:
+    """Who made a session; empty = nobody who is known, as for all sessions from before."""
+    db.table("session").add_column("user", str, not_null_default="")
+    db.table("session").create_index(["user", "created"])
+
+
 def names() -> list[str]:
     """Names of all steps, oldest first."""
     return [step.name for step in MIGRATIONS._migrations]

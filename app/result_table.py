@@ -47,15 +47,20 @@ def rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
     dtype = str(kv.get("kv_dtype", "?"))
     for name, key in (("peak_persistent_bytes", "kv_bytes"), ("total_bytes", "kv_total"), ("full_kv_bytes", "full_kv")):
         if _number(kv.get(name)):
-            out.append((say(key), format_bytes(kv[name], lang), say(f"{key}_how", dtype=dtype)))
+            out.append((say(key), _held(kv[name], dtype, lang), say(f"{key}_how")))
     if _number(kv.get("share")):
-        out.append((say("share"), format_share(kv["share"]), say("share_how", dtype=dtype)))
+        out.append((say("share"), format_share(kv["share"]), say("share_how")))
     out += _metric_rows(summary, lang)
     out += _timing_rows(summary, lang)
     for name, key in (("prefill_peak_bytes", "prefill_peak"), ("scoring_bytes", "scoring")):
         if _number(kv.get(name)):
             out.append((say(key), format_bytes(kv[name], lang), say(f"{key}_how")))
     return out
+
+
+def _held(count: float, dtype: str, lang: str) -> str:
+    """Bytes of keys and values: without the type in which they are stored they can't be compared."""
+    return f"{format_bytes(count, lang)} ({dtype})"
 
 
 def _metric_rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
@@ -95,8 +100,14 @@ def _timing_rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
         out.append((say("tpot"), format_ms(timing["tpot_ms"], lang), say("tpot_how")))
     if summary.get("backend"):
         out.append((say("backend"), str(summary["backend"]), say("backend_how")))
+    settings = _table(summary, "settings")
+    if settings.get("weights"):
+        how = say("weights_how", dtype=settings.get("dtype", "?"), device=settings.get("device", "?"))
+        out.append((say("weights"), str(settings["weights"]), how))
     if measured and _number(timing.get("reference_share")):
         out.append((say("reference"), format_share(timing["reference_share"]), say("reference_how")))
+    elif timing:
+        out.append((say("reference"), say("none"), say("reference_none_how")))
     if _number(routing.get("events")):
         counts = {name: routing.get(name, 0) for name in ("events", "promotions", "demotions", "evictions")}
         out.append((say("routing"), say("routing_value", **counts), say("routing_how")))

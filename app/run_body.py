@@ -11,13 +11,41 @@ from typing import Any
 from fastapi import HTTPException, Request
 
 from app.run_request import RunRequest
-from app.settings import Settings
+from app.settings import SPARE_BYTES, Settings
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
 
 TEXTS = ("prompt", "model", "preset", "title", "device", "dtype", "lang")
 KEYS = (*TEXTS, "config", "options", "raise_budget", "watched_row")
-SPARE_BYTES = 65_536
+
+RUN_SCHEMA: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["prompt"],
+                    "additionalProperties": False,
+                    "properties": {
+                        "prompt": {"type": "string", "description": "what the model reads"},
+                        "model": {"type": "string", "description": "embedded, a hub name or a folder"},
+                        "preset": {"type": "string", "description": "named settings to begin from"},
+                        "config": {"type": "object", "description": "settings of the cache by name"},
+                        "options": {"type": "object", "description": "max_new_tokens, temperature, top_p, seed, ..."},
+                        "title": {"type": "string"},
+                        "device": {"type": "string"},
+                        "dtype": {"type": "string"},
+                        "lang": {"type": "string"},
+                        "raise_budget": {"type": "boolean", "description": "raise a budget that is too small"},
+                        "watched_row": {"type": "integer", "description": "board row whose scores are sent"},
+                    },
+                }
+            }
+        },
+    }
+}
+"""How the interface's description shows the body."""
 
 
 async def read_request(request: Request, settings: Settings) -> RunRequest:
@@ -27,11 +55,18 @@ async def read_request(request: Request, settings: Settings) -> RunRequest:
         HTTPException: 415 not JSON by its type, 413 too large, 400 not a JSON object.
         ConfigError: an unknown key, a wrong type or a value out of range.
     """
+    return build_request(await read_json(request, settings.max_prompt_chars * 12 + SPARE_BYTES))
+
+
+async def read_json(request: Request, limit: int) -> dict[str, Any]:
+    """A request's body of at most `limit` bytes as a JSON object.
+
+    Raises:
+        HTTPException: 415 not JSON by its type, 413 too large, 400 not a JSON object.
+    """
     # A page of another origin can't send this type without being asked first, so it can't start runs here.
     if request.headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be JSON: send Content-Type: application/json.")
-    # JSON may write one character as \uXXXX\uXXXX: 12 bytes.
-    limit = settings.max_prompt_chars * 12 + SPARE_BYTES
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
@@ -43,7 +78,7 @@ async def read_request(request: Request, settings: Settings) -> RunRequest:
         raise HTTPException(400, "the body must be a JSON object, and this is not JSON.") from error
     if not isinstance(body, dict):
         raise HTTPException(400, "the body must be a JSON object.")
-    return build_request(body)
+    return body
 
 
 def build_request(body: dict[str, Any]) -> RunRequest:

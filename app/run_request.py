@@ -56,6 +56,9 @@ class RunRequest:
         raise_budget: raise a budget that can't hold sink, local and one window to the smallest that can, and say so.
         watched_row: board row whose scores are sent at every event.
         lang: language of notices.
+        policy: name that the trace carries.
+        messages: a conversation of (role, text) that stands in for `prompt` once the model's template is at hand.
+        user, address: who asks, see `app.visitors`; empty = filled in from the current request.
     """
 
     prompt: str
@@ -70,6 +73,9 @@ class RunRequest:
     watched_row: int = 0
     lang: str = "en"
     policy: str = "qevict"
+    messages: tuple[tuple[str, str], ...] = ()
+    user: str = ""
+    address: str = ""
 
     @property
     def session_title(self) -> str:

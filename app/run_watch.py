@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from app.runs import RunManager
     from app.sessions import Sessions
 
-WORDS = ("meta", "tok", "err", "end")
+WORDS = ("meta", "tok", "end")
+"""What is read. A run's error is left to the board, which hears the same message: it is said once."""
 RATE_SECONDS = 4.0
 PAGE = 1024
 
 
 @dataclass(slots=True)
 class Standing:
-    """A run as it stands. `state` is "queued", "loading", "running" or "ended"; tokens are generated ones."""
+    """A run as it stands. `state` is "queued", "loading", "running" or "ended"; tokens are generated ones.
+
+    `trouble` says why a run's end can't be read; it is not the run's own error.
+    """
 
     state: str = "queued"
     ahead: int = 0
@@ -37,7 +41,7 @@ class Standing:
     planned: int = 0
     rate: float | None = None
     notices: list[str] = field(default_factory=list)
-    error: str = ""
+    trouble: str = ""
     why: str = ""
     summary: dict[str, Any] = field(default_factory=dict)
 
@@ -86,7 +90,7 @@ class RunWatch:
             for body in self._sessions.events(self._session, 0, WORDS):
                 self._take(body)
         except EngineError as error:
-            self._now.error = self._now.error or str(error)
+            self._now.trouble = str(error)
         self._now.why = self._now.why or "interrupted"
 
     def _take(self, body: bytes) -> None:
@@ -102,8 +106,6 @@ class RunWatch:
         elif kind == "tok":
             now.tokens = max(0, message["t"] - self._prompt)
             now.rate = self._measure(now.tokens)
-        elif kind == "err":
-            now.error = message["msg"]
         else:
             now.why, now.summary = message["why"], message["summary"]
 

@@ -7,22 +7,25 @@ event iterator, the bus and the store; knows no web page, and imports torch only
 from __future__ import annotations
 
 import logging
-import secrets
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from app.events import Bus
 from app.loaded_models import LoadedModels, Loader
+from app.messages_prompt import render
+from app.metrics import Metrics
 from app.run_output import RunOutput
+from app.run_queue import FairQueue, Limits, QueueFullError, RunTimes
 from app.run_request import RunRequest, check
+from app.run_state import Run, RunStatus
 from app.sessions import Sessions, new_session_id
 from app.settings import Settings
 from app.store_file import StoreError
 from app.texts import text
+from app.visitors import Visitor
 from engine.errors import BudgetError, EngineError, OutOfMemoryError
 from engine.trace import EndEvent, ErrorEvent, Progress, RunMeta, TraceEvent
 
@@ -33,61 +36,10 @@ log = logging.getLogger("qevict.runs")
 Engine = Callable[..., Iterator[TraceEvent]]
 """(loaded, prompt, config, options, *, session, watched_row, should_stop, policy) -> events"""
 
-STOP_SECONDS = 5.0
-"""How long the engine may take to sum up a run that was stopped, before it is cut off."""
-
 OUT_OF_MEMORY = (
     "the device ran out of memory: take a shorter prompt, fewer new tokens, a smaller model, "
     "or switch the FullKV reference off."
 )
-
-
-class QueueFullError(EngineError, RuntimeError):
-    """Too many runs are waiting."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunStatus:
-    """Where a run stands: "queued", "loading", "running" or "ended"; `ahead` runs come before a queued one."""
-
-    state: str
-    ahead: int = 0
-    stage: str = ""
-    done: int = 0
-    total: int = 0
-
-
-@dataclass(eq=False, slots=True)
-class _Run:
-    session: str
-    request: RunRequest
-    output: RunOutput
-    row: int
-    notices: list[str]
-    run_id: str = field(default_factory=lambda: secrets.token_hex(4))
-    state: str = "queued"
-    stage: Progress | None = None
-    stop_why: str = ""
-    stopped_at: float = 0.0
-    done: threading.Event = field(default_factory=threading.Event)
-
-    def watched_row(self) -> int:
-        return self.row
-
-    def should_stop(self) -> bool:
-        return bool(self.stop_why)
-
-    def stop(self, why: str) -> None:
-        """Asks for the end; being shut down goes before a person's wish, which may take its time."""
-        if not self.stop_why or why == "interrupted":
-            self.stop_why = why
-            self.stopped_at = time.monotonic()
-
-    def must_cut(self) -> bool:
-        """Whether the engine's own end can't be waited for."""
-        if not self.stop_why:
-            return False
-        return self.stop_why == "interrupted" or time.monotonic() - self.stopped_at > STOP_SECONDS
 
 
 class RunManager:
@@ -97,6 +49,8 @@ class RunManager:
         engine: what makes the events; None = `engine.generate.generate`, imported by the first run.
         loader: what loads a model; None = `engine.models.load_model`.
         options: what builds the engine's options from their names; None = `engine.generate.RunOptions`.
+        visitor: who asks for what is being done now.
+        demand: raises where the current visitor may not change what belongs to this user.
     """
 
     def __init__(
@@ -108,18 +62,25 @@ class RunManager:
         engine: Engine | None = None,
         loader: Loader | None = None,
         options: Callable[..., Any] | None = None,
+        visitor: Callable[[], Visitor | None] = lambda: None,
+        demand: Callable[[str], None] = lambda user: None,
     ) -> None:
         self.settings = settings
+        self.metrics = Metrics()
         self.models = LoadedModels(settings.max_loaded_models, loader, settings.allowed_models)
         self._sessions = sessions
         self._bus = bus
         self._engine = engine
         self._options = options
+        self._visitor = visitor
+        self._demand = demand
+        self._limits = Limits(settings)
+        self._times = RunTimes()
         self._changed = threading.Condition()
-        self._queue: deque[_Run] = deque()
-        self._runs: dict[str, _Run] = {}
-        self._active: _Run | None = None
-        self._entering = 0
+        self._queue: FairQueue[Run] = FairQueue()
+        self._runs: dict[str, Run] = {}
+        self._active: Run | None = None
+        self._entering: list[RunRequest] = []
         self._closing = False
         self._thread: threading.Thread | None = None
 
@@ -129,49 +90,68 @@ class RunManager:
         Raises:
             EngineError: the request can't work here; `QueueFullError`: too many are waiting.
         """
+        visitor = self._visitor()
+        if visitor is not None and not request.user:
+            request = replace(request, user=visitor.user, address=visitor.address)
         check(request, self.settings)
         with self._changed:
             if self._closing:
                 raise QueueFullError("the server is shutting down.")
-            runs = len(self._queue) + self._entering + (self._active is not None)
-            if runs > self.settings.queue_length:
-                raise QueueFullError(f"{runs - 1} runs are waiting already: try again later.")
-            self._entering += 1
+            present = [run.request for run in self._runs.values()] + self._entering
+            try:
+                self._limits.admit(request.user, request.address, ((one.user, one.address) for one in present))
+            except QueueFullError:
+                self.metrics.count("qevict_refused_total", why="limit")
+                raise
+            self._entering.append(request)
         try:
             run = self._enter(request)
         finally:
             with self._changed:
-                self._entering -= 1
+                self._entering = [one for one in self._entering if one is not request]
         with self._changed:
             self._runs[run.session] = run
-            self._queue.append(run)
+            self._queue.add(run, request.user)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="qevict-runs", daemon=True)
                 self._thread.start()
+                if self.settings.abandon_seconds:
+                    threading.Thread(target=self._watch, name="qevict-abandoned", daemon=True).start()
             self._changed.notify_all()
         self._announce()
         return run.session
 
     def stop(self, session: str, why: str = "stop") -> bool:
-        """Ends a run between two tokens, or takes it out of the queue; False if it is not running."""
+        """Ends a run between two tokens, or takes it out of the queue; False if it is not running.
+
+        Raises:
+            ForbiddenError: it is somebody else's.
+        """
+        run = self._runs.get(session)
+        if run is None:
+            return False
+        self._demand(run.request.user)
+        self._stop(run, why)
+        return True
+
+    def _stop(self, run: Run, why: str, said: str = "") -> None:
         with self._changed:
-            run = self._runs.get(session)
-            if run is None:
-                return False
+            run.said = run.said or said
             run.stop(why)
             waiting = run in self._queue
             if waiting:
                 self._queue.remove(run)
         if waiting:
+            self._say(run)
             self._end(run, EndEvent(run.stop_why, {}))
             self._announce()
-        return True
 
     def watch(self, session: str, row: int) -> bool:
         """Chooses the board row whose scores a run sends at every event; False if it is not running."""
         run = self._runs.get(session)
         if run is None or row < 0:
             return False
+        self._demand(run.request.user)
         run.row = row
         return True
 
@@ -181,11 +161,27 @@ class RunManager:
             run = self._runs.get(session)
             if run is None:
                 return RunStatus("ended")
-            ahead = self._queue.index(run) + (self._active is not None) if run in self._queue else 0
+            run.seen = time.monotonic()
+            ahead, wait = self._place(run)
             stage = run.stage
         if stage is None:
-            return RunStatus(run.state, ahead)
-        return RunStatus(run.state, ahead, stage.stage, stage.done, stage.total)
+            return RunStatus(run.state, ahead, wait)
+        return RunStatus(run.state, ahead, wait, stage.stage, stage.done, stage.total)
+
+    def _place(self, run: Run) -> tuple[int, float | None]:
+        """(runs before a queued one, seconds that they will take); call with the lock."""
+        if run not in self._queue:
+            return 0, None
+        order = self._queue.order()
+        before = order[: order.index(run)]
+        active = self._active
+        wait: float | None = 0.0
+        for one in [active, *before]:
+            if one is not None and wait is not None:
+                expected = self._times.expect(one.tokens)
+                gone = time.monotonic() - one.began if one is active and one.began else 0.0
+                wait = None if expected is None else wait + max(0.0, expected - gone)
+        return len(before) + (active is not None), None if wait is None else round(wait, 1)
 
     @property
     def active(self) -> str | None:
@@ -197,7 +193,7 @@ class RunManager:
     def waiting(self) -> list[str]:
         """Sessions in the queue, the next one first."""
         with self._changed:
-            return [run.session for run in self._queue]
+            return [run.session for run in self._queue.order()]
 
     def wait(self, session: str, timeout: float | None = None) -> bool:
         """Returns True when a run has ended and is stored, False after `timeout` seconds."""
@@ -208,16 +204,14 @@ class RunManager:
         """Ends all runs as "interrupted"; no new one is taken."""
         with self._changed:
             self._closing = True
-            sessions = [run.session for run in self._queue]
-            if self._active is not None:
-                sessions.append(self._active.session)
+            runs = [*self._queue.order(), *([self._active] if self._active is not None else [])]
             self._changed.notify_all()
-        for session in sessions:
-            self.stop(session, "interrupted")
+        for run in runs:
+            self._stop(run, "interrupted")
         if self._thread is not None:
             self._thread.join(timeout)
 
-    def _enter(self, request: RunRequest) -> _Run:
+    def _enter(self, request: RunRequest) -> Run:
         session = new_session_id()
         notices: list[str] = []
         stored = True
@@ -229,6 +223,7 @@ class RunManager:
                 title=request.session_title,
                 session=session,
                 state="queued",
+                user=request.user,
             )
         except StoreError as error:
             stored = False
@@ -240,13 +235,13 @@ class RunManager:
             stored=stored,
             wait_seconds=self.settings.store_wait_seconds + 1.0,
         )
-        return _Run(session, request, output, request.watched_row, notices)
+        return Run(session, request, output, request.watched_row, notices)
 
     def _announce(self) -> None:
         """Tells everybody in the queue how many come before them."""
         with self._changed:
             ahead = int(self._active is not None)
-            places = [(run, ahead + index) for index, run in enumerate(self._queue)]
+            places = [(run, ahead + index) for index, run in enumerate(self._queue.order())]
         for run, place in places:
             if place:
                 run.output.progress(Progress("queue", 0, place))
@@ -258,7 +253,9 @@ class RunManager:
                     self._changed.wait()
                 if not self._queue:
                     return
-                run = self._active = self._queue.popleft()
+                run = self._active = self._queue.pop()
+                run.began = time.monotonic()
+            self.metrics.observe("qevict_wait_seconds", run.began - run.entered)
             self._announce()
             try:
                 self._run(run)
@@ -266,8 +263,33 @@ class RunManager:
                 with self._changed:
                     self._active = None
 
-    def _run(self, run: _Run) -> None:
-        log.info("run %s begins (session %s, model %s)", run.run_id, run.session, run.request.model)
+    def _watch(self) -> None:
+        """Stops runs that nobody looks at."""
+        limit = self.settings.abandon_seconds
+        while True:
+            with self._changed:
+                if self._closing:
+                    return
+                self._changed.wait(min(1.0, limit / 4))
+                runs = list(self._runs.values())
+            now = time.monotonic()
+            for run in runs:
+                channel = self._bus.channel(run.session)
+                if channel is not None and channel.followers:
+                    run.seen = now
+                elif now - run.seen > limit and not run.stop_why:
+                    log.info("run %s: abandoned (session %s)", run.run_id, run.session, extra={"run": run.run_id})
+                    self._stop(run, "stop", f"nobody looked at this run for {limit} seconds: it was stopped.")
+
+    def _say(self, run: Run) -> None:
+        """Tells the trace why a run was stopped."""
+        said, run.said = run.said, ""
+        if said:
+            run.output.emit(ErrorEvent(said, run.run_id))
+
+    def _run(self, run: Run) -> None:
+        extra = {"run": run.run_id, "session": run.session}
+        log.info("run %s begins (session %s, model %s)", run.run_id, run.session, run.request.model, extra=extra)
         if run.output.stored:
             self._sessions.update(run.session, state="running")
         try:
@@ -275,20 +297,26 @@ class RunManager:
         except EngineError as error:
             if isinstance(error, OutOfMemoryError):
                 self.models.clear()
-            log.warning("run %s: %s", run.run_id, error)
+            log.warning("run %s: %s", run.run_id, error, extra=extra)
             end = self._failed(run, str(error))
         except Exception as error:
             if _is_out_of_memory(error):
                 self.models.clear()
-                log.warning("run %s: out of memory", run.run_id, exc_info=True)
+                log.warning("run %s: out of memory", run.run_id, exc_info=True, extra=extra)
                 end = self._failed(run, OUT_OF_MEMORY)
             else:
-                log.exception("run %s failed", run.run_id)
+                log.exception("run %s failed", run.run_id, extra=extra)
                 end = self._failed(run, text(run.request.lang, "error.unexpected", run_id=run.run_id))
         self._end(run, end)
-        log.info("run %s ends: %s, %d tokens", run.run_id, end.why, run.output.tally.num_tokens)
+        tokens = run.output.tally.num_tokens
+        seconds = time.monotonic() - run.began
+        if end.why in ("eos", "length"):
+            self._times.add(seconds, run.tokens)
+        self.metrics.count("qevict_tokens_total", tokens)
+        self.metrics.observe("qevict_run_seconds", seconds)
+        log.info("run %s ends: %s, %d tokens", run.run_id, end.why, tokens, extra=extra)
 
-    def _drive(self, run: _Run) -> EndEvent:
+    def _drive(self, run: Run) -> EndEvent:
         """Sends all events of a run but the last, which it returns."""
         request = run.request
         run.state = "loading"
@@ -314,10 +342,12 @@ class RunManager:
                     event = replace(event, session=run.session, notices=[*run.notices, *event.notices])
                 run.stage = event if isinstance(event, Progress) else None
                 run.output.emit(event)
+                self._say(run)
                 if run.must_cut():
                     return EndEvent(run.stop_why, run.output.tally.summary())
                 if time.monotonic() > deadline and not run.stop_why:
-                    run.output.emit(ErrorEvent(f"a run may take {limit} seconds here: it was stopped.", run.run_id))
+                    run.said = f"a run may take {limit} seconds here: it was stopped."
+                    self._say(run)
                     run.stop("stop")
                 event = next(events, None)
         finally:
@@ -326,15 +356,18 @@ class RunManager:
                 close()
         raise RuntimeError("the engine's events ended without an end event")
 
-    def _begin(self, run: _Run, loaded: Any) -> tuple[TraceEvent | None, Iterator[TraceEvent]]:
+    def _begin(self, run: Run, loaded: Any) -> tuple[TraceEvent | None, Iterator[TraceEvent]]:
         """The first event and the rest; raises a budget that is too small, if that was asked for."""
         request = run.request
-        engine, options = self._engine_and_options(request)
+        prompt, values = request.prompt, request.option_values
+        if request.messages:
+            prompt, values["chat"] = render(loaded, request.messages), False
+        engine, options = self._engine_and_options(values)
         config = request.config
         for attempt in range(3):
             events = engine(
                 loaded,
-                request.prompt,
+                prompt,
                 config,
                 options,
                 session=run.session,
@@ -360,24 +393,25 @@ class RunManager:
                 ]
         raise RuntimeError("unreachable")
 
-    def _engine_and_options(self, request: RunRequest) -> tuple[Engine, Any]:
+    def _engine_and_options(self, values: dict[str, Any]) -> tuple[Engine, Any]:
         engine, build = self._engine, self._options
         if engine is None or build is None:
             from engine.generate import RunOptions, generate
 
             engine, build = engine or generate, build or RunOptions
-        return engine, build(**request.option_values)
+        return engine, build(**values)
 
-    def _failed(self, run: _Run, sentence: str) -> EndEvent:
+    def _failed(self, run: Run, sentence: str) -> EndEvent:
         run.output.emit(ErrorEvent(sentence, run.run_id))
         return EndEvent("error", {**run.output.tally.summary(), "error": sentence})
 
-    def _end(self, run: _Run, end: EndEvent) -> None:
+    def _end(self, run: Run, end: EndEvent) -> None:
         try:
             stored = run.output.end(end)
         except Exception:
-            log.exception("run %s: its end could not be written", run.run_id)
+            log.exception("run %s: its end could not be written", run.run_id, extra={"run": run.run_id})
             stored = False
+        self.metrics.count("qevict_runs_total", why=end.why)
         run.state = "ended"
         self._bus.retire(run.session, stored=stored)
         with self._changed:

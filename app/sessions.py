@@ -17,7 +17,7 @@ import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -48,7 +48,10 @@ class UnknownSessionError(EngineError, KeyError):
 
 @dataclass(frozen=True, slots=True)
 class SessionInfo:
-    """One session's row. `created` is seconds since 1970; `title` and `model` are untrusted text."""
+    """One session's row. `created` is seconds since 1970; `title` and `model` are untrusted text.
+
+    `user` says who made it, see `app.visitors`: it is never shown to anybody.
+    """
 
     id: str
     created: float
@@ -61,6 +64,11 @@ class SessionInfo:
     versions: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     damage: str = ""
+    user: str = ""
+
+    def shown(self) -> dict[str, Any]:
+        """Everything but `user`, as plain values."""
+        return {name: value for name, value in asdict(self).items() if name != "user"}
 
 
 Rows: TypeAlias = list[dict[str, Any]]
@@ -86,12 +94,21 @@ class Sessions:
         path: the database; its folder is made.
         wait_seconds: how long a locked database is tried.
         max_backlog: messages kept in memory while the disk refuses them; later ones are lost.
+        demand: raises where the current visitor may not change what belongs to this user; None = all may.
     """
 
-    def __init__(self, path: Path, *, wait_seconds: float = 5.0, max_backlog: int = 8192) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        wait_seconds: float = 5.0,
+        max_backlog: int = 8192,
+        demand: Callable[[str], None] | None = None,
+    ) -> None:
         self.path = path
         self._wait_seconds = wait_seconds
         self._max_backlog = max_backlog
+        self._demand = demand or _all_may
         self._writer: Writer | None = None
         self._owner: Owner | None = None
         self._opening = threading.Lock()
@@ -136,6 +153,7 @@ class Sessions:
         versions: Mapping[str, Any] | None = None,
         session: str | None = None,
         state: str = "running",
+        user: str = "",
     ) -> str:
         """Stores a new session and returns its id.
 
@@ -155,6 +173,7 @@ class Sessions:
             "summary": "{}",
             "num_events": 0,
             "owner": self._owner.name if self._owner is not None else "",
+            "user": user,
         }
         self._now(lambda db: db.table("session").insert(row))
         return str(row["id"])
@@ -198,8 +217,9 @@ class Sessions:
 
         Raises:
             UnknownSessionError: no such session.
+            ForbiddenError: it is somebody else's.
         """
-        self.get(session)
+        self._demand(self.get(session).user)
         self._result(self.update(session, title=title))
 
     def delete(self, session: str) -> None:
@@ -207,8 +227,9 @@ class Sessions:
 
         Raises:
             UnknownSessionError: no such session.
+            ForbiddenError: it is somebody else's.
         """
-        self.get(session)
+        self._demand(self.get(session).user)
 
         def remove(db: Database) -> None:
             with db.atomic():
@@ -250,10 +271,11 @@ class Sessions:
 
     # reading
 
-    def list(self, limit: int = 200, offset: int = 0) -> Infos:
-        """Sessions, newest first."""
-        sql = "select * from session order by created desc, id limit ? offset ?"
-        return [_info(row) for row in self._select(sql, [limit, offset])]
+    def list(self, limit: int = 200, offset: int = 0, user: str | None = None) -> Infos:
+        """Sessions, newest first; with `user`, those of one visitor."""
+        which = "" if user is None else "where user = ? "
+        sql = f"select * from session {which}order by created desc, id limit ? offset ?"
+        return [_info(row) for row in self._select(sql, [*([] if user is None else [user]), limit, offset])]
 
     def get(self, session: str) -> SessionInfo:
         """One session.
@@ -395,8 +417,13 @@ def _info(row: Mapping[str, Any]) -> SessionInfo:
         state=row["state"],
         num_events=row["num_events"],
         damage=damage,
+        user=row["user"],
         **values,
     )
+
+
+def _all_may(user: str) -> None:
+    """Nobody is refused."""
 
 
 def _sound(body: object, seq: int) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import gradio as gr
 
 from app.texts import all_texts
-from visuals.replay import ASSETS, SCRIPTS, STYLES
+from visuals.replay import ASSETS, STYLES, lean_script, page_script
 
 LANGUAGES = ("en", "zh")
 IDLE: dict[str, Any] = {"mode": "idle", "sid": "", "base": "qe"}
@@ -30,7 +30,6 @@ const add = (tag, attributes) => new Promise((done, failed) => {
   document.head.appendChild(node);
 });
 const load = async () => {
-  // Fetched side by side; async = false keeps the order in which the scripts run.
   await Promise.all([
     ...files.styles.map((href) => add("link", { rel: "stylesheet", href })),
     ...files.scripts.map((src) => add("script", { async: false, src })),
@@ -38,8 +37,7 @@ const load = async () => {
 };
 const words = () => props.texts[document.documentElement.lang.slice(0, 2)] || props.texts.en;
 const start = async () => {
-  // A page that carries the board's scripts itself (visuals.replay.page_script) needs no fetch.
-  if (window.qeBoardFiles || !window.QEvictView) await (window.qeBoardFiles = window.qeBoardFiles || load());
+  await (window.qeBoardFiles = window.qeBoardFiles || load());
   const boards = (window.qeBoards = window.qeBoards || new Map());
   const name = props.board;
   if (boards.has(name)) boards.get(name).destroy();
@@ -91,17 +89,17 @@ start().catch((error) => { host.textContent = String(error.message || error); })
 
 @cache
 def board_files() -> dict[str, list[str]]:
-    """Addresses of the board's styles and scripts, in the order in which they must load."""
+    """Addresses of the board's styles and of its one script; they change with the content."""
 
-    def address(folder: str, name: str) -> str:
-        data = (ASSETS / folder / name).read_bytes()
-        return f"qe/static/{folder}/{name}?v={hashlib.sha256(data).hexdigest()[:12]}"
+    def address(name: str, data: bytes) -> str:
+        return f"qe/static/{name}?v={hashlib.sha256(data).hexdigest()[:12]}"
 
     # The page brings its own words, so that the English ones of the scripts need not travel.
-    scripts = SCRIPTS[1:] if board_texts()["en"] else SCRIPTS
+    script = page_script(with_texts=False).encode()
+    styles = [(f"css/{name}", (ASSETS / "css" / name).read_bytes()) for name in STYLES]
     return {
-        "styles": [address("css", name) for name in STYLES],
-        "scripts": [address("js", name) for name in scripts],
+        "styles": [address(name, data) for name, data in styles],
+        "scripts": [address("js/board.js", script)],
     }
 
 
@@ -135,7 +133,7 @@ class TierView(gr.HTML):
         super().__init__(
             value=value if value is not None else dict(IDLE),
             html_template='<div class="qe-host"></div>',
-            js_on_load=_ON_LOAD,
+            js_on_load=lean_script(_ON_LOAD),
             apply_default_css=False,
             elem_id=elem_id,
             elem_classes=elem_classes,

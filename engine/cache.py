@@ -15,140 +15,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
-from engine.adapter import TAG, LogicalLength, enable
+from engine.adapter import enable
 from engine.attention import make_backend
 from engine.attention.sdpa import score_pools
 from engine.attention.state import KVState
 from engine.budget import KVShape, Plan, make_plan
+from engine.cache_layer import QEvictLayer, attention_module, build_layers
+from engine.candidates import gather_candidates
 from engine.config import QEvictConfig
 from engine.errors import CacheUseError, ConfigError, UnsupportedModelError
+from engine.padding import check_padding, left_pads, position_shift
 from engine.rope import RopeTable, find_rotary, probe_layout
-from engine.routing import Candidates, decide
+from engine.routing import decide
 from engine.scores import QueryRing, Ranker
 from engine.staging import Staging
+from engine.tier_board import RoutingRecord, TierBoard
 from engine.tiers import Moves, PoolShape, TierStore
-from engine.trace import Tier
 from engine.windows import Grid
 
-
-@dataclass(frozen=True, slots=True)
-class RoutingRecord:
-    """One routing event as it happened, on the device.
-
-    Attributes:
-        event_id: 0 for the end of the prompt.
-        columns: columns known at the event.
-        before, after: tier of every block, uint8 [N, blocks]; blocks include the sink's.
-        scores: what candidates were ranked by, [N, blocks], 0 where a block did not compete.
-        seconds: measured cost of scoring, deciding and moving.
-    """
-
-    event_id: int
-    columns: int
-    before: Tensor
-    after: Tensor
-    scores: Tensor
-    seconds: float
-
-
-class QEvictLayer(CacheLayerMixin):
-    """One managed layer: tags keys for our attention function and counts logical columns."""
-
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-
-    def __init__(self, owner: QEvictCache, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.owner = owner
-        self.index = index
-        self.seen = 0
-        self.pending = False
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: pools are allocated when the prompt's length is known."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tags the new keys; the attention function stores and attends."""
-        if self.pending:
-            self.pending = False
-            raise CacheUseError(
-                "a QEvict cache must be used with its own attention function: the model attended without it. "
-                "Build the cache from the model that runs, and keep its attention implementation."
-            )
-        self.pending = True
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, TAG, self)
-        return tagged, value_states
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        position_ids: Tensor | None,
-    ) -> Tensor:
-        """Called by the adapter right after `update`."""
-        self.pending = False
-        return self.owner.attend(self.index, query, key, value, mask, scale, softcap, position_ids)
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Logical columns seen, evicted ones included."""
-        return self.seen
-
-    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
-        """(logical key length, 0); `query` is a length, or cache positions in older releases."""
-        length = query if isinstance(query, int) else int(query.shape[0])
-        return LogicalLength(self.seen + length), 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def crop(self, max_length: int) -> None:
-        """Refuses to go back: evicted tokens can't return."""
-        if max_length not in (0, self.seen):
-            raise CacheUseError(
-                "a QEvict cache cannot be cropped: evicted tokens can't come back. "
-                "Assisted decoding and prompt lookup need another cache."
-            )
-
-    def reset(self) -> None:
-        """Forgets the sequence."""
-        self.seen, self.pending = 0, False
-        if self.index == 0:
-            self.owner.forget()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorders batch rows; all layers at once, when the first is asked."""
-        if self.index == 0:
-            self.owner.select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps some batch rows."""
-        if self.index == 0:
-            self.owner.select_rows(torch.arange(self.owner.batch)[indices.cpu()])
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each batch row."""
-        if self.index == 0:
-            self.owner.select_rows(torch.arange(self.owner.batch).repeat_interleave(repeats))
+__all__ = ["QEvictCache", "QEvictLayer", "RoutingRecord"]
 
 
 class QEvictCache(Cache):
@@ -167,11 +59,11 @@ class QEvictCache(Cache):
     def __init__(self, model: PreTrainedModel, config: QEvictConfig | None = None) -> None:
         self.config = config or QEvictConfig()
         text = model.config.get_text_config(decoder=True)
-        layers, managed = _classify(self, text)
+        layers, managed = build_layers(self, text)
         super().__init__(layers=layers)
         self._managed = managed
         self._owned: list[QEvictLayer] = [layer for layer in layers if isinstance(layer, QEvictLayer)]
-        attention = _attention_module(model, managed[0])
+        attention = attention_module(model, managed[0])
         self.device = next(attention.parameters()).device
         layer_types = getattr(text, "layer_types", None)
         self._rope = RopeTable(find_rotary(model), layer_types[managed[0]] if layer_types else None, self.device)
@@ -194,8 +86,9 @@ class QEvictCache(Cache):
         """Drops the sequence and all pools."""
         self._state: KVState | None = None
         self._plans: list[Plan] = []
-        self._board = torch.zeros(0, 0, dtype=torch.uint8)
-        self._aged_before = 0
+        self._tiers = TierBoard(self.device)
+        self.expected_columns = 0
+        """Length that the sequence is known to reach; capacities are planned for it, however short the first chunk."""
         self._tail: list[Tensor] = []
         self.num_events = 0
         self.prefill_peak_bytes = 0
@@ -266,7 +159,7 @@ class QEvictCache(Cache):
     @property
     def board(self) -> Tensor:
         """Tier of every block after the newest event, uint8 [N, blocks]: workspace that diagnostics read."""
-        return self._board
+        return self._tiers.tiers
 
     def settle(self) -> None:
         """Ends a staged prompt now, as the next single-token forward would."""
@@ -337,7 +230,7 @@ class QEvictCache(Cache):
         if self._owned[-1].seen != state.columns:
             raise CacheUseError("an earlier forward with this cache did not finish: call reset() or build another one.")
         if tokens > 1 and state.columns and mask is not None:
-            _check_padding(mask, state.pads, state.columns + tokens)
+            check_padding(mask, state.pads, state.columns + tokens)
         self._rope.ensure(state.columns + tokens - int(state.shift.min()))
         if tokens == 1:
             self._begin_single(query)
@@ -353,7 +246,7 @@ class QEvictCache(Cache):
             )
         groups = key.shape[1] if self.config.score_scope == "kv_head" else 1
         self._model_dtype = key.dtype
-        pads = _left_pads(mask, batch, tokens)
+        pads = left_pads(mask, batch, tokens)
         self._state = KVState(
             config=self.config,
             grid=Grid(self.config.window_size, self.config.sink_tokens),
@@ -363,7 +256,7 @@ class QEvictCache(Cache):
             num_heads=heads,
             device=self.device,
             pads=pads,
-            shift=_shift(position_ids, batch, tokens),
+            shift=position_shift(position_ids, batch, tokens),
         )
         self._rope.restart()
 
@@ -496,7 +389,7 @@ class QEvictCache(Cache):
         config = self.config
         if self._plans:
             config = config.replace(local_tokens=self._plans[0].local_tokens)
-        columns = max(1, state.columns)
+        columns = max(1, state.columns, self.expected_columns)
         shape = self.kv_shape
         plans = [make_plan(config, shape, columns, padded=pad > 0) for pad in state.pads]
         if state.store is None:
@@ -522,10 +415,10 @@ class QEvictCache(Cache):
         if not state.ranker.uses_attention:
             self._score_keys(aged)
         owner = store.shadow_slots(num_blocks)
-        candidates, protected = self._candidates(aged, owner)
+        candidates, protected = gather_candidates(state, aged, owner)
         targets = decide(candidates, store.full_capacity, store.quant_capacity, self.config.promotion)
         targets = torch.where(candidates.blocks >= 0, targets, protected)
-        before, after, scores = self._record(candidates, targets, aged, num_blocks)
+        before, after, scores = self._tiers.update(state, candidates, targets, aged, num_blocks)
         partial = staging is not None and (columns + grid.offset) % self.config.window_size != 0
         store.move(
             Moves(
@@ -553,79 +446,11 @@ class QEvictCache(Cache):
         """Scores by key norm, once, while a window is still in full precision."""
         state = self.state
         store = state.pool
-        fresh = (store.arena_ids >= self._aged_before) & (store.arena_ids < aged)
+        fresh = (store.arena_ids >= self._tiers.aged) & (store.arena_ids < aged)
         norms = state.ranker.key_scores(store.arena_key.movedim(1, 2))
         store.arena_scores.copy_(torch.where(fresh, norms, store.arena_scores))
         if state.staging is not None:
             state.staging.scores.copy_(state.ranker.key_scores(state.staging.key.movedim(1, 2)))
-
-    def _candidates(self, aged: int, owner: Tensor) -> tuple[Candidates, Tensor]:
-        """All windows that compete, and the tier of every block that does not."""
-        state = self.state
-        store, staging, grid = state.pool, state.staging, state.grid
-        pads = state.rows(torch.tensor(state.pads))
-        sink_first = ((pads + grid.offset) // self.config.window_size)[:, None]
-        sink_end = sink_first + store.sink_blocks[:, None]
-
-        def sort_out(blocks: Tensor) -> tuple[Tensor, Tensor]:
-            """(competes, protected tier) of blocks in full precision."""
-            there = blocks >= sink_first
-            sink = there & (blocks < sink_end)
-            competes = there & ~sink & (blocks < aged)
-            tier = torch.full_like(blocks, int(Tier.EMPTY), dtype=torch.uint8)
-            tier[there & ~sink & ~competes] = int(Tier.LOCAL)
-            tier[sink] = int(Tier.SINK)
-            return competes, tier
-
-        arena = store.arena_ids.long()
-        ledger = store.ledger_ids.long()
-        live = ledger >= 0
-        competes, tier = sort_out(arena)
-        none = torch.full_like(ledger, int(Tier.EMPTY), dtype=torch.uint8)
-        blocks = [torch.where(competes, arena, -1), torch.where(live, ledger, -1)]
-        scores = [store.arena_scores, store.ledger_scores]
-        quantized = [torch.zeros_like(competes), live]
-        recorded = [owner >= 0, live]
-        tiers = [tier, none]
-        if staging is not None:
-            count = staging.scores.shape[1]
-            ids = staging.first_block + torch.arange(count, device=self.device)
-            staged = ids.expand(state.shape.rows, -1)
-            competes, tier = sort_out(staged)
-            blocks.append(torch.where(competes, staged, -1))
-            scores.append(staging.scores)
-            quantized.append(torch.zeros_like(competes))
-            recorded.append(torch.zeros_like(competes))
-            tiers.append(tier)
-        ids = torch.cat(blocks, 1)
-        raw = torch.cat(scores, 1)
-        first = (ids * self.config.window_size - grid.offset).clamp_min(0)
-        ranked = state.ranker.rank(raw, first, state.columns)
-        return Candidates(ids, ranked, torch.cat(quantized, 1), torch.cat(recorded, 1)), torch.cat(tiers, 1)
-
-    def _record(
-        self, candidates: Candidates, targets: Tensor, aged: int, num_blocks: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Tier of every block before and after, and the scores of those that competed."""
-        state = self.state
-        rows = state.shape.rows
-        if self._board.shape[0] != rows:
-            self._board = torch.zeros(rows, 0, dtype=torch.uint8, device=self.device)
-            self._aged_before = 0
-        have = self._board.shape[1]
-        blocks = torch.arange(num_blocks, device=self.device).expand(rows, -1)
-        pads = state.rows(torch.tensor(state.pads))
-        first = ((pads + state.grid.offset) // self.config.window_size)[:, None]
-        sink = (blocks >= first) & (blocks < first + state.pool.sink_blocks[:, None])
-        fresh = torch.where(blocks < first, int(Tier.EMPTY), int(Tier.LOCAL)).to(torch.uint8)
-        before = torch.where(sink, int(Tier.SINK), fresh).to(torch.uint8)
-        before[:, :have] = self._board
-        where = torch.where(candidates.blocks >= 0, candidates.blocks, num_blocks)
-        after = torch.cat([before, before[:, :1]], 1).scatter(1, where, targets)[:, :num_blocks]
-        scores = torch.zeros(rows, num_blocks + 1, device=self.device).scatter(1, where, candidates.scores)
-        self._board = after
-        self._aged_before = aged
-        return before, after, scores[:, :num_blocks]
 
     _scale: float = 1.0
     _softcap: float | None = None
@@ -653,7 +478,7 @@ class QEvictCache(Cache):
         if state.store is not None:
             state.store.select_rows(chosen)
             self._plans = state.store.plans
-            self._board = pick(self._board) if self._board.shape[0] else self._board
+            self._tiers.select_rows(pick)
         if state.ring is not None:
             state.ring.query = state.ring.query.index_select(1, chosen)
             state.ring.lse = state.ring.lse.index_select(1, chosen)
@@ -681,74 +506,3 @@ def _larger(old: Plan, new: Plan) -> Plan:
         full_capacity=full,
         quant_capacity=quant,
     )
-
-
-def _classify(owner: QEvictCache, text: Any) -> tuple[list[Any], list[int]]:
-    """Cache layers of the model: ours for full attention, stock for the rest.
-
-    Raises:
-        UnsupportedModelError: nothing to manage, or layers share their keys and values.
-    """
-    stock = list(DynamicCache(config=text).layers)
-    total = int(text.num_hidden_layers)
-    shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
-    if len(stock) < total or shared or any(type(layer).__name__ == "DummyLayer" for layer in stock):
-        raise UnsupportedModelError(
-            f"{text.model_type}: layers that share keys and values are not supported, every layer must own its cache."
-        )
-    layers: list[Any] = []
-    managed: list[int] = []
-    for index, layer in enumerate(stock):
-        if type(layer) is DynamicLayer:
-            layers.append(QEvictLayer(owner, len(managed)))
-            managed.append(index)
-        else:
-            layers.append(layer)
-    if not managed:
-        raise UnsupportedModelError(
-            f"{text.model_type}: the model must have a full-attention layer; all of its layers are sliding or linear, "
-            "and their cache is bounded already."
-        )
-    return layers, managed
-
-
-def _attention_module(model: PreTrainedModel, layer_idx: int) -> nn.Module:
-    for module in model.modules():
-        if getattr(module, "layer_idx", None) == layer_idx and type(module).__name__.endswith("Attention"):
-            return module
-    raise UnsupportedModelError("the model has no attention module with a layer_idx; it cannot be managed.")
-
-
-def _left_pads(mask: Tensor | None, batch: int, tokens: int) -> list[int]:
-    """Left-padding columns of each row.
-
-    Raises:
-        CacheUseError: a mask that is not plain left padding.
-    """
-    if mask is None:
-        return [0] * batch
-    pads = [int(p) for p in (~mask[:, :tokens].bool()).sum(1).tolist()]
-    _check_padding(mask, pads, tokens)
-    if max(pads) >= tokens:
-        raise CacheUseError(
-            f"every batch row needs a token in the first forward; a row begins with {max(pads)} columns of padding and "
-            f"{tokens} came: take a prefill chunk longer than the padding."
-        )
-    return pads
-
-
-def _check_padding(mask: Tensor, pads: list[int], columns: int) -> None:
-    """Raises a `CacheUseError` where the mask hides anything but the padding on the left."""
-    wanted = torch.arange(columns, device=mask.device)[None] >= torch.tensor(pads, device=mask.device)[:, None]
-    if not torch.equal(mask[:, :columns].bool(), wanted.expand(mask.shape[0], -1)[:, : mask.shape[1]]):
-        raise CacheUseError("padding must be on the left and stay: set tokenizer.padding_side = 'left'.")
-
-
-def _shift(position_ids: Tensor | None, batch: int, tokens: int) -> Tensor:
-    """Column minus position of every row, from the last prompt token."""
-    if position_ids is None:
-        return torch.zeros(batch, dtype=torch.int64)
-    if position_ids.dim() != 2:
-        raise CacheUseError("position_ids must be 2D; several axes (mrope) are not supported.")
-    last = position_ids[:, -1].expand(batch).cpu()
-    return tokens - 1 - last

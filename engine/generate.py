@@ -209,6 +209,7 @@ class _Run:
         self.tally = _Tally()
         self.records: list[RoutingRecord] = []
         self.cache.on_route = self.records.append
+        self.cache.expected_columns = len(self.ids)
         self.reference: Reference | None = None
         self.fed: list[int] = []
         """Tokens that the run has seen and the reference has not."""

@@ -114,10 +114,10 @@ class Reference:
             raise CacheUseError(
                 "a reference must be made after the prompt's forward and before its first routing event."
             )
-        self._decoder = model.base_model
+        self._decoder: nn.Module = model.base_model
         self._keyword = cache_keyword(self._decoder)
         shape = state.shape
-        self._sink_blocks = state.grid.sink_blocks
+        self._device = state.device
         self._rows, self._groups, self._batch = shape.num_layers, shape.groups, shape.batch
         self.metrics = FutureMass(
             shape.num_layers,
@@ -143,7 +143,7 @@ class Reference:
     def causal(self, tokens: int) -> Tensor:
         """Additive mask [T, T] of one chunk on itself."""
         if tokens not in self._causal:
-            self._causal[tokens] = torch.full((tokens, tokens), -torch.inf, device=self.metrics._device).triu(1)
+            self._causal[tokens] = torch.full((tokens, tokens), -torch.inf, device=self._device).triu(1)
         return self._causal[tokens]
 
     def open(self, record: RoutingRecord) -> None:
@@ -156,7 +156,7 @@ class Reference:
         """Runs the next tokens of the sequence and returns what has become known."""
         if token_ids:
             began = time.perf_counter()
-            ids = torch.tensor([token_ids], device=self.metrics._device)
+            ids = torch.tensor([token_ids], device=self._device)
             positions = torch.arange(self.columns, self.columns + len(token_ids), device=ids.device)[None]
             self._decoder(input_ids=ids, position_ids=positions, use_cache=True, **{self._keyword: self._cache})
             self.columns += len(token_ids)

@@ -69,7 +69,8 @@ class Ranker:
 
     def key_scores(self, key: Tensor) -> Tensor:
         """sign · mean ‖k‖₂ of windows [..., heads, Ω, d] → [...]; the mean runs over heads and tokens."""
-        return self.config.key_norm_sign * key.float().norm(dim=-1).mean(dim=(-1, -2))
+        norms = torch.linalg.vector_norm(key.float(), dim=-1)
+        return self.config.key_norm_sign * torch.mean(norms, dim=(-1, -2))
 
 
 class QueryRing:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Rows: TypeAlias = Callable[[Tensor], Tensor]
-"""x [rows, in] → y [rows, out] in the dtype of x, without a bias."""
+"""x [..., in] → y [..., out] in the dtype of x, without a bias."""
 
 NIBBLE_ZERO = 8
 """torch's kernel computes (code - 8) · scale + zero."""
@@ -47,9 +47,9 @@ class CodedRows:
         return whole and in_features // groups in _GROUP_SIZES and out_features % _OUT_MULTIPLE == 0
 
     def __call__(self, x: Tensor) -> Tensor:
-        kernel = torch.ops.aten._weight_int4pack_mm_for_cpu
-        out: Tensor = kernel(x.to(torch.bfloat16), self.packed, self.group, self.scales)
-        return out.to(x.dtype)
+        flat = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        out: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self.packed, self.group, self.scales)
+        return out.to(x.dtype).view(*x.shape[:-1], -1)
 
     @property
     def nbytes(self) -> int:
@@ -128,13 +128,8 @@ class LowBitLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] → [..., out] in the dtype of x."""
-        flat = x.reshape(-1, self.in_features)
-        rows = self.few if flat.shape[0] <= self.few_rows else self.many
-        out = rows(flat)
-        if self.bias is not None:
-            out = out + self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        out = self.few(x) if x.numel() <= self.few_rows * self.in_features else self.many(x)
+        return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
-        few, many = type(self.few).__name__, type(self.many).__name__
-        return f"in={self.in_features}, out={self.out_features}, {few} to {self.few_rows} rows, then {many}"
+        return f"in_features={self.in_features}, out_features={self.out_features}, few_rows={self.few_rows}"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from engine import weights_probe as probe
 from engine.errors import ConfigError
 from engine.gguf_codes import unpack
-from engine.weight_forms import FORMS, CodedRows, LowBitLinear, Rows, runs
+from engine.weight_forms import FORMS, CodedRows, LowBitLinear, PlainRows, Rows, runs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -43,6 +43,9 @@ class Plan:
     many: str
     few_rows: int
     head: str
+
+
+UNCHANGED = Plan("float32", "float32", 0, "float32")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +83,8 @@ class Codes:
 
     def rows(self, name: str) -> CodedRows:
         """The layer `name` by torch's int4 kernel."""
-        parts: list[Tensor] = [self._file.get_tensor(f"{name}.{part}") for part in ("codes", "scale", "minimum")]
-        return CodedRows(unpack(parts[0]), parts[1], parts[2])
+        codes, scale, minimum = (self._file.get_tensor(f"{name}.{part}") for part in ("codes", "scale", "minimum"))
+        return CodedRows(unpack(codes), scale, minimum)
 
 
 def settle(
@@ -96,7 +99,7 @@ def settle(
     """Changes `model` in place to the form that is asked for, or leaves it.
 
     "auto" changes a model that has codes, on a CPU, where nobody asked for a dtype. The first time on a machine it
-    measures for about three seconds and keeps the result.
+    measures for some five seconds and keeps the result.
 
     Raises:
         ConfigError: an unknown form, or one that this model or machine cannot run.
@@ -146,7 +149,7 @@ def _change(
         probe.keep_record(record)
     else:
         apply(model, plan, codes)
-    if plan == Plan("float32", "float32", 0, "float32"):
+    if plan == UNCHANGED:
         return Settled("float32", None)
     return Settled(plan.few, max(float(part["relative"]) for part in record["error"].values()))
 
@@ -180,8 +183,8 @@ def _measure(model: PreTrainedModel, asked: str, codes: Codes) -> tuple[Plan, di
     spent = probe.time_forms(layers, many_forms, shape[1])
     few = _fastest({form: spent[form][probe.FEW_ROWS[0]] for form in forms if form in few_forms})
     many = _fastest({form: spent[form][probe.PROMPT_ROWS] for form in forms if form in many_forms})
-    few_rows = 0
-    for rows in probe.FEW_ROWS:
+    few_rows = 0 if few == many else 1
+    for rows in probe.FEW_ROWS[1:]:
         # A form without a time was far slower than another.
         if few == many or spent[few].get(rows, math.inf) > spent[many].get(rows, math.inf):
             break
@@ -218,28 +221,32 @@ def apply(model: PreTrainedModel, plan: Plan, codes: Codes) -> None:
 
     A layer without codes, or of a shape that the int4 kernel does not take, runs its few rows in the form for many.
     """
+    if plan == UNCHANGED:
+        return
     with torch.no_grad():
-        for name, layer in _linears(model).items():
+        linears = _linears(model)
+        for name in list(linears):
+            # Popped, so that each float32 weight goes before the next layer is changed.
+            layer = linears.pop(name)
             few = plan.many if plan.few == "int4" and not codes.fit(name) else plan.few
-            _replace(model, name, layer, few, plan.many, plan.few_rows, codes)
+            wide = FORMS[plan.many](layer.weight.detach())
+            narrow = wide if few == plan.many else _rows(few, layer.weight, name, codes)
+            _replace(model, name, layer, narrow, wide, plan.few_rows)
         head = model.get_output_embeddings()
         name = next((n for n, module in model.named_modules() if module is head), "")
         if name and type(head) is nn.Linear:
-            _replace(model, name, head, plan.head, plan.head, 0, codes)
+            form = FORMS[plan.head](head.weight.detach())
+            _replace(model, name, head, form, form, 0)
         # What is left may be views of the mapped checkpoint, and one view keeps all of its pages.
         for parameter in model.parameters():
             if parameter.numel():
                 parameter.data = parameter.data.clone()
 
 
-def _replace(
-    model: PreTrainedModel, name: str, layer: nn.Linear, few: str, many: str, few_rows: int, codes: Codes
-) -> None:
-    if few == many == "float32":
+def _replace(model: PreTrainedModel, name: str, layer: nn.Linear, few: Rows, many: Rows, few_rows: int) -> None:
+    if isinstance(few, PlainRows) and few is many:
         return
-    wide = _rows(many, layer.weight, name, codes)
-    narrow = wide if few == many else _rows(few, layer.weight, name, codes)
-    new = LowBitLinear(narrow, wide, few_rows, layer.in_features, layer.out_features, layer.bias)
+    new = LowBitLinear(few, many, few_rows, layer.in_features, layer.out_features, layer.bias)
     if layer.weight is _embedding_weight(model):
         # The embedding keeps the tied weight alive in any case.
         new.weight = layer.weight

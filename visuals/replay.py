@@ -81,7 +81,7 @@ body.dark h1 {{ color: #EEF1F7; }}
   window.qeView = view;
   function show(ndjson) {{
     view.load(ndjson);
-    view.setRow(Number(wish.get("l") || 0));
+    if (wish.has("l")) view.setRow(Number(wish.get("l")));
     if (wish.has("r")) view.seekEvent(Number(wish.get("r")));
   }}
   if (data.rows) return show(data.rows.join("\\n"));
@@ -97,24 +97,53 @@ body.dark h1 {{ color: #EEF1F7; }}
 
 @cache
 def page_script(with_texts: bool = True) -> str:
-    """All scripts of the tier board in one piece, without indentation and whole-line comments.
+    """All scripts of the tier board in one piece, as `lean_script` leaves them.
 
     A page that always passes its own words needs no English ones: `with_texts=False`.
     """
     names = SCRIPTS if with_texts else SCRIPTS[1:]
-    return "\n".join(_lean((ASSETS / "js" / name).read_text("utf-8")) for name in names)
+    return "\n".join(lean_script((ASSETS / "js" / name).read_text("utf-8")) for name in names)
 
 
 @cache
 def page_style() -> str:
     """All styles of the tier board in one piece."""
-    return "\n".join(_lean((ASSETS / "css" / name).read_text("utf-8")) for name in STYLES)
+    return "\n".join(_bare_lines((ASSETS / "css" / name).read_text("utf-8")) for name in STYLES)
 
 
-def _lean(source: str) -> str:
+_LITERAL: Final = re.compile(
+    r"""(?P<text>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|`(?:\\.|[^`\\])*`)"""
+    r"""|(?P<note>/\*.*?\*/|//[^\n]*)"""
+    r"""|(?<=[=(,:!&|?\[])(?P<space>[ ]*)(?P<regex>/(?![*/])(?:\\.|\[(?:\\.|[^\]\\\n])*\]|[^/\\\n\[])+/[a-z]*)""",
+    re.DOTALL,
+)
+_AROUND: Final = re.compile(r"[ \t]*(=>|[-+*/%&|<>=!?]*=+|&&|\|\||\?\?|[<>?:,;(){}\[\]|&*%]|(?<![-+])[ ][-+][ ](?![-+]))[ \t]*")
+
+
+def lean_script(source: str) -> str:
+    """JavaScript without comments and without the spaces that only people need. Line ends stay.
+
+    Enough for the scripts in `assets/js`, not for any script: a template literal may hold no other one, and a
+    regular expression must follow an operator or a bracket.
+    """
+    out: list[str] = []
+    at = 0
+    for found in _LITERAL.finditer(source):
+        out.append(_AROUND.sub(_squeezed, source[at : found.start()]))
+        out.append(found["text"] or found["regex"] or "")
+        at = found.end()
+    out.append(_AROUND.sub(_squeezed, source[at:]))
+    return _bare_lines("".join(out))
+
+
+def _squeezed(found: re.Match[str]) -> str:
+    return found[1].strip()
+
+
+def _bare_lines(source: str) -> str:
     source = re.sub(r"(?ms)^[ \t]*/\*.*?\*/[ \t]*$", "", source)
     lines = (line.strip() for line in source.splitlines())
-    return "\n".join(line for line in lines if line and not line.startswith("//"))
+    return "\n".join(line for line in lines if line)
 
 
 def _script_json(value: object) -> str:

@@ -15,7 +15,7 @@ import gradio as gr
 
 from app.forms import RunForm
 from app.labels import Labels
-from app.messages import error_html, hint_html, notices_html, standing_sentence, status_html
+from app.messages import error_html, hint_html, notice_sentences, notices_html, standing_sentence, status_html
 from app.model_loading import load_sentences
 from app.result_table import result_html
 from app.run_watch import RunWatch
@@ -144,7 +144,8 @@ class LiveTab:
         said: tuple[str, str] | None = None
         while True:
             now = await asyncio.to_thread(watch.poll)
-            banner = notices_html(now.notices) + (error_html(now.error) if now.error else "")
+            banner = notices_html(notice_sentences(now.notices, lang))
+            banner += error_html(now.trouble) if now.trouble else ""
             sentence = standing_sentence(now, lang, stopping=session in self._stopping)
             if now.state == "ended":
                 self._stopping.discard(session)

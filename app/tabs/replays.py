@@ -6,6 +6,7 @@ escaped. Knows sessions; starts no run.
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from urllib.parse import quote
 import gradio as gr
 
 from app.labels import Labels
-from app.messages import error_html, hint_html, notices_html
+from app.messages import error_html, hint_html, notice_sentences, notices_html
 from app.result_table import format_share, result_html
 from app.texts import DEFAULT, text
 from app.tier_view import TierView
@@ -172,7 +173,7 @@ class ReplaysTab:
             gr.update(value=info.title, label=text(lang, "replays.title_label")),
             links_html(session, lang),
             result_html(info.summary, lang),
-            notices_html([text(lang, "replays.following")]) if live else _trouble(info),
+            notices_html([text(lang, "replays.following")]) if live else self._notes(info, lang),
             gr.update(visible=False),
         ]
 
@@ -227,6 +228,12 @@ class ReplaysTab:
             gr.update(visible=False),
         ]
 
+    def _notes(self, info: SessionInfo, lang: str) -> str:
+        """What is to be known of a stored run. Its own error is in its trace, and the board says it."""
+        metas = [json.loads(body) for body in self._context.sessions.events(info.id, 0, ("meta",))]
+        notices = [notice for meta in metas for notice in meta.get("notices", [])]
+        return notices_html(notice_sentences(notices, lang)) + (error_html(info.damage) if info.damage else "")
+
     def _heading(self, info: SessionInfo, lang: str) -> str:
         title = info.title or text(lang, "replays.untitled")
         facts = " · ".join(filter(None, [info.model, _budget(info), _state(info, lang), _date(info.created)]))
@@ -274,13 +281,6 @@ def links_html(session: str, lang: str) -> str:
     )
     share = f'<a href="?s={sid}">{escape(text(lang, "replays.link"))}</a>'
     return f'<div class="qe-links"><strong>{escape(text(lang, "replays.download"))}</strong>{links}{share}</div>'
-
-
-def _trouble(info: SessionInfo) -> str:
-    sentences = [str(info.summary["error"])] if info.summary.get("error") else []
-    if info.damage:
-        sentences.append(info.damage)
-    return "".join(error_html(sentence) for sentence in sentences)
 
 
 def _state(info: SessionInfo, lang: str) -> str:

@@ -73,13 +73,14 @@
     },
   };
 
-  const writing = (node) =>
-    node && (node.isContentEditable || /^(INPUT|TEXTAREA|SELECT)$/.test(node.tagName || ""));
+  const FIELDS = "input, textarea, select, [contenteditable=''], [contenteditable=true], [role=textbox], [role=combobox]";
+  const writing = (node) => Boolean(node && node.closest && node.closest(FIELDS));
 
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "[" || event.ctrlKey || event.metaKey || event.altKey || writing(event.target)) return;
+    if (event.key.toLowerCase() !== "s" || event.defaultPrevented) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || writing(event.target)) return;
     const panel = document.querySelector(".sidebar");
-    if (panel) sidebar(!panel.classList.contains("open"));
+    if (panel && (document.body.dataset.qeTab || "live") === "live") sidebar(!panel.classList.contains("open"));
   });
 
   window.qePage = {

@@ -15,6 +15,7 @@
     [", .", "view.key_window"],
     ["+ - 0", "view.key_zoom"],
     ["R", "view.key_regret"],
+    ["S", "view.key_panel"],
     ["Esc", "view.key_close"],
     ["?", "view.key_sheet"],
   ];
@@ -41,7 +42,7 @@
         return el("b", "", item);
       });
       ui.note = el("div", "qe-message", host, { role: "status" });
-      ui.progress = el("progress", "qe-progress", host, { "aria-label": this._t("view.stage_prefill") });
+      ui.progress = el("progress", "qe-progress", host);
       ui.live = el("div", "qe-hidden", host, { "aria-live": "polite" });
 
       const title = el("div", "qe-title", host);
@@ -64,7 +65,9 @@
       const chart = (name) => {
         const box = el("div", "qe-curve", ui.curves);
         const head = el("div", "qe-curve-head", box);
-        const out = { name: el("b", "", head), long: el("span", "qe-note", head), value: el("strong", "", head), sub: el("span", "qe-note qe-line", box) };
+        const out = { name: el("b", "", head), long: el("span", "qe-note", head), value: el("strong", "", head), line: el("span", "qe-note qe-line", box) };
+        out.sub = el("span", "", out.line);
+        out.more = el("span", "qe-more", out.line);
         out.name.textContent = this._t(`view.${name}`);
         out.long.textContent = this._t(`view.${name}_long`);
         const plot = el("div", "qe-plot", box);
@@ -77,6 +80,7 @@
       ui.noReference = el("p", "qe-note qe-no-reference", meters);
       ui.noReference.textContent = this._t("view.no_reference");
 
+      this._buildText();
       ui.atlasTitle = el("div", "qe-title qe-note qe-atlas-title", host);
       ui.atlas = el("div", "qe-atlas", host);
       ui.frameCanvas = el("canvas", "", ui.atlas, { "aria-hidden": "true" });
@@ -86,7 +90,8 @@
       ui.brushPart = el("div", "", ui.brush);
 
       this._buildTransport();
-      this._buildText();
+      this._buildPrompt();
+      this._resetText();
 
       const table = el("table", "qe-hidden", host);
       ui.caption = el("caption", "", table);
@@ -171,21 +176,27 @@
     _buildText() {
       const { ui } = this;
       const box = (ui.textBox = el("section", "qe-text", this.host, { "aria-label": this._t("view.text") }));
-      const head = el("div", "qe-title", box);
+      const head = el("div", "qe-text-head", box);
       el("b", "", head).textContent = this._t("view.text");
       ui.textNote = el("span", "qe-note", head);
-      const details = (ui.prompt = el("details", "qe-prompt", box));
-      ui.promptName = el("summary", "", details);
-      ui.promptText = el("div", "qe-tokens", details, { dir: "auto" });
-      ui.generated = el("div", "qe-tokens qe-generated", box, { dir: "auto", tabindex: "-1" });
-      details.addEventListener("toggle", () => this._invalidate("text"));
-      for (const node of [ui.promptText, ui.generated]) {
-        node.addEventListener("pointerover", (event) => {
-          if (event.target.dataset.w) this._point(Number(event.target.dataset.w), null, event);
-        });
-        node.addEventListener("pointerleave", () => this._point(null));
-      }
-      this._resetText();
+      ui.generated = el("div", "qe-tokens qe-generated", box, { dir: "auto", tabindex: "0", "aria-label": this._t("view.text"), role: "region" });
+      this._pointTokens(ui.generated);
+    },
+
+    _buildPrompt() {
+      const { ui } = this;
+      ui.prompt = el("details", "qe-prompt", this.host);
+      ui.promptName = el("summary", "", ui.prompt);
+      ui.promptText = el("div", "qe-tokens", ui.prompt, { dir: "auto", tabindex: "0" });
+      ui.prompt.addEventListener("toggle", () => this._invalidate("text"));
+      this._pointTokens(ui.promptText);
+    },
+
+    _pointTokens(node) {
+      node.addEventListener("pointerover", (event) => {
+        if (event.target.dataset.w) this._point(Number(event.target.dataset.w), null, event);
+      });
+      node.addEventListener("pointerleave", () => this._point(null));
     },
 
     _buildSheet() {
@@ -195,6 +206,7 @@
       el("b", "", sheet).textContent = this._t("view.keys");
       const list = el("dl", "", sheet);
       for (const [keys, key] of KEYS) {
+        if (key === "view.key_panel" && !document.querySelector(".sidebar")) continue;
         const name = el("dt", "", list);
         for (const part of keys.split(/\s+/)) el("kbd", "", name).textContent = part;
         el("dd", "", list).textContent = this._t(key);

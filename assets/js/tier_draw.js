@@ -392,7 +392,7 @@
       if (b !== chosen && (near || b % every)) continue;
       ctx.fillStyle = b === chosen ? colors.ink : colors.muted;
       ctx.font = `${b === chosen ? "700 " : ""}${font}px system-ui, sans-serif`;
-      ctx.fillText((b === chosen ? "▸ " : "") + rowName(b === chosen ? row : b * group), axis.left - 9, (b + 0.5) * bandHeight + 1);
+      ctx.fillText((b === chosen ? "▸ " : "") + rowName(b === chosen ? row : b * group), axis.left - 9, Math.max(font * 0.55, (b + 0.5) * bandHeight + 1));
     }
     ctx.textAlign = "center";
     ctx.fillStyle = colors.muted;
@@ -400,23 +400,22 @@
     const perPixel = axis.meta.window_size / axis.cell;
     const step = niceStep(perPixel * font * 7);
     const y = height + s.axisHeight / 2 + 2;
+    const prompt = axis.token(s.promptTokens);
+    const half = prompt > axis.start + 60 && prompt < axis.right - 60 ? ctx.measureText(s.promptName).width / 2 + 4 : 0;
     const startToken = axis.meta.sink_tokens + axis.z0 * axis.meta.window_size;
     for (let t = Math.ceil(startToken / step) * step; ; t += step) {
       const x = t === 0 && axis.z0 === 0 ? axis.left : axis.token(t);
       if (x > axis.right - font) break;
       ctx.fillRect(Math.round(x), height + 1, 1, 4);
+      if (half && Math.abs(x - prompt) < half + font * 1.6) continue;
       ctx.fillText(String(t), Math.max(x, axis.left + font / 2), y);
     }
     ctx.textAlign = "right";
     ctx.fillText(s.axisName, axis.left - 9, y);
-    const prompt = axis.token(s.promptTokens);
-    if (prompt > axis.start + 60 && prompt < axis.right - 60) {
+    if (half) {
       ctx.textAlign = "center";
-      const label = s.promptName;
-      const half = ctx.measureText(label).width / 2 + 4;
-      ctx.clearRect(prompt - half, height + 1, 2 * half, s.axisHeight);
       ctx.fillStyle = colors.ink;
-      ctx.fillText(label, prompt, y);
+      ctx.fillText(s.promptName, prompt, y);
     }
   }
 

@@ -56,13 +56,16 @@
         : this.lost && !trace.end
           ? this._t("view.lost")
           : trace.progress
-            ? this._t(`view.stage_${trace.progress.stage}`)
-            : this.message || (trace.meta ? "" : this._t("view.idle"));
+            ? this._t(`view.stage_${trace.progress.stage}`, trace.progress)
+            : this.message || (step ? "" : this._t(trace.end ? `view.ended_${trace.end.why}` : trace.meta ? "view.reading" : "view.idle", { n: trace.meta && trace.meta.prompt_tokens }));
       setText(ui.note, note);
       ui.note.hidden = !note;
-      ui.note.classList.toggle("qe-alarm", Boolean(trace.error || this.lost));
-      ui.progress.hidden = !trace.progress;
-      if (trace.progress) {
+      ui.note.setAttribute("role", trace.error ? "alert" : "status");
+      ui.note.classList.toggle("qe-alarm", Boolean(trace.error || this.lost || this.failed));
+      const slow = trace.progress && trace.progress.stage !== "queue";
+      ui.progress.hidden = !slow;
+      if (slow) {
+        ui.progress.setAttribute("aria-label", note);
         ui.progress.max = trace.progress.total;
         ui.progress.value = trace.progress.done;
       }
@@ -76,7 +79,7 @@
       if (counts) {
         ["promoted", "demoted", "evicted_count", "aged"].forEach((name, i) => {
           setText(ui.countNodes[i], String(counts[i]));
-          words.push(`${this._t(`view.${name}`)} ${counts[i]}`);
+          words.push([this._t(`view.${name}`), counts[i]].join(" "));
         });
       }
       const meta = trace.meta;
@@ -210,8 +213,10 @@
         if (shown && under) parts.unshift(this._t("view.fmm_fp", { value: percent(shown.late.fmm_fp), bits: trace.meta.bits }));
         if (shown) parts.unshift(this._t("view.of_event", { r: shown.late.r }));
         const sub = parts.join(" · ");
-        setText(chart.sub, sub);
-        chart.sub.title = sub;
+        const short = parts.slice(0, 2).join(" · ");
+        setText(chart.sub, short);
+        setText(chart.more, sub.slice(short.length));
+        chart.line.title = sub;
         setText(chart.pending, waits ? this._t("view.pending") : "");
         const top = Math.max(1e-6, ...points.map((point) => point.v), ...(under || []).map((point) => point.v)) * 1.4;
         const height = Math.round(52 * Math.min(1.3, this.scale));

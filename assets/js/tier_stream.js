@@ -16,6 +16,8 @@
       this.zoom = null;
       this.loop = null;
       this.message = "";
+      this.failed = false;
+      this.lost = false;
       this.moves = new Map();
       this.marks = [];
       this.memo = { key: "", cells: new Uint8Array(0) };
@@ -24,6 +26,14 @@
       this._lastGap = 0;
       this._ended = false;
       this._resetText();
+    },
+
+    /** Unless somebody chose a row: the liveliest of a recorded run; of a live one, where nothing is known yet, a middle one. */
+    _firstRow() {
+      const { rows } = this.trace.meta;
+      if (this._rowChosen) this.row = Math.min(this.row, rows - 1);
+      else this.row = (this.source ? null : this.trace.liveliestRow()) ?? rows >> 1;
+      if (this.stream) this._watch();
     },
 
     _open() {
@@ -109,10 +119,16 @@
     _afterEvents() {
       const { trace } = this;
       const count = trace.steps.length;
+      this.dirty.add("status");
+      if (trace.end && !this._ended) {
+        this._ended = true;
+        this.message = "";
+        if (this.source) this._emit("qe-end", { why: trace.end.why, summary: trace.end.summary });
+      }
       if (!trace.meta) return;
       if (this._metaSeen !== trace.meta) {
         this._metaSeen = trace.meta;
-        this.row = Math.min(this.options.row || this.row, trace.meta.rows - 1);
+        this._firstRow();
         this.dirty.add("layout").add("all");
         this.message = "";
         this._legend();
@@ -129,11 +145,7 @@
           trace.board.reach(trace.seqLen);
         }
       }
-      this.dirty.add("board").add("panel").add("text").add("transport").add("status");
-      if (trace.end && !this._ended) {
-        this._ended = true;
-        if (this.source) this._emit("qe-end", { why: trace.end.why, summary: trace.end.summary });
-      }
+      this.dirty.add("board").add("panel").add("text").add("transport");
     },
   });
 })(window);

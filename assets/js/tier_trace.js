@@ -166,12 +166,19 @@
 
     /** Takes one decoded JSON object. False where it was seen already. */
     add(event) {
+      if (event.s < 0) {
+        // Passing: place in the queue, loading. It has no number, and what has begun outweighs it.
+        if (event.k !== "prog" || this.meta) return false;
+        this.progress = event.done < event.total ? event : null;
+        return true;
+      }
       if (event.s <= this.last && !this.missing.delete(event.s)) return false;
       for (let s = Math.max(this.last + 1, event.s - MISSING); s < event.s; s++) this.missing.add(s);
       this.last = Math.max(this.last, event.s);
       switch (event.k) {
         case "meta":
           this.meta = event;
+          this.progress = null;
           this.board = new Board(event);
           this.pieces = (event.pieces || []).slice();
           this.seqLen = Math.max(this.seqLen, event.prompt_tokens);
@@ -283,6 +290,20 @@
         }
       }
       return out;
+    }
+
+    /** The row in which most windows came back to Full; null where none did. */
+    liveliestRow() {
+      const counts = new Uint32Array(this.meta ? this.meta.rows : 0);
+      for (const step of this.steps) {
+        if (!step.route) continue;
+        const moves = movesOf(step.route);
+        for (let i = 0; i < moves.count; i++) {
+          if (moves.from[i] === TIER.QUANT && moves.to[i] === TIER.FULL) counts[moves.row[i]]++;
+        }
+      }
+      const most = Math.max(0, ...counts);
+      return most ? counts.indexOf(most) : null;
     }
 
     /** What became of one window: [{index, r, from, to, score}], oldest first; the first keyframe counts as a move. */

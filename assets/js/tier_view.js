@@ -96,7 +96,7 @@
       this.source = source;
       this.message = this._t("view.waiting");
       this._open();
-      this._invalidate("all");
+      this._invalidate("layout", "all");
     }
 
     /** Shows a recorded trace: NDJSON, one wire event a line. */
@@ -110,7 +110,7 @@
       }
       this._afterEvents();
       if (this.trace.steps.length) this.seek(0);
-      this._invalidate("all");
+      this._invalidate("layout", "all");
       return this;
     }
 
@@ -122,6 +122,7 @@
     /** Says why a recorded run cannot be shown. */
     fail(why) {
       this._reset();
+      this.failed = true;
       this.message = this._t("view.load_failed", { why });
       this._invalidate("layout", "all");
     }
@@ -166,7 +167,13 @@
       this.ui.speed.value = String(SPEEDS.reduce((a, b) => (Math.abs(b - this.speed) < Math.abs(a - this.speed) ? b : a)));
     }
 
+    /** Chooses the row for good: the view no longer picks one by itself. */
     setRow(row) {
+      this._rowChosen = true;
+      this._showRow(row);
+    }
+
+    _showRow(row) {
       const rows = this.trace.meta ? this.trace.meta.rows : 1;
       const next = Math.min(rows - 1, Math.max(0, Math.round(row)));
       if (next === this.row) return;
@@ -319,7 +326,11 @@
       this._raf = 0;
       const { dirty } = this;
       if (dirty.has("events")) this._afterEvents();
-      this.host.classList.toggle("qe-has-steps", this.index >= 0);
+      const bare = this.index < 0;
+      if (this.host.classList.contains("qe-empty") !== bare) {
+        this.host.classList.toggle("qe-empty", bare); // before the layout, which measures
+        dirty.add("layout").add("all");
+      }
       if (dirty.has("layout")) this._layout();
       const all = dirty.has("all");
       const p = Math.min(1, Math.max(0, (now - this.started) / (this.duration || 650)));
@@ -348,7 +359,6 @@
       const width = Math.floor(ui.lanes.clientWidth);
       this.width = width;
       host.classList.toggle("qe-narrow", width / scale < 900);
-      host.classList.toggle("qe-empty", !trace.meta);
       if (!width || !trace.meta) return;
       const { rows } = trace.meta;
       this.total = Math.max(trace.meta.max_windows, trace.board ? trace.board.count : 0, 1);
@@ -357,12 +367,14 @@
       this.axis = new Draw.Axis(gutter, width - 10, trace.meta, this.total, z0, z1);
       const room = root.innerHeight;
       const tight = room < 800;
+      host.classList.toggle("qe-tight", tight);
+      host.style.setProperty("--qe-gutter", `${gutter}px`);
       this.laneHeight = Math.round((tight ? 56 : 66) * (this.options.projector && tight ? 1.05 : Math.min(scale, 1.3)));
       this.axisHeight = Math.round(20 * scale);
-      const most = this.options.projector && tight ? Math.max(120, room * 0.22) : Math.max(260, room * 0.42);
-      this.group = Math.max(1, Math.ceil((rows * 9) / most));
+      const most = this.options.projector && tight ? Math.max(120, room * 0.22) : Math.max(240, room * (tight ? 0.34 : 0.36));
+      this.group = Math.max(1, Math.ceil((rows * 8) / most));
       const bands = Math.ceil(rows / this.group);
-      this.bandHeight = Math.max(9, Math.min(rows <= 8 ? 18 : 12, Math.floor(most / bands)));
+      this.bandHeight = Math.max(8, Math.min(rows <= 8 ? 18 : 12, Math.floor(most / bands)));
       this.atlasHeight = bands * this.bandHeight;
       this._size(ui.lanesCanvas, width, this.laneHeight * 3);
       this._size(ui.frameCanvas, width, this.atlasHeight + this.axisHeight);

@@ -110,7 +110,7 @@
     _text() {
       const { ui, trace } = this;
       const { meta, board } = trace;
-      ui.textBox.hidden = !meta || !trace.pieces.length;
+      ui.textBox.hidden = ui.prompt.hidden = !meta || !trace.pieces.length;
       if (!meta || !board) return;
       setText(ui.promptName, this._t("view.prompt", { n: meta.prompt_tokens }));
       setText(ui.textNote, this._t("view.text_note", { row: this._rowName(this.row) }));

@@ -84,4 +84,4 @@ def make_backend(name: str, device: str, ranker: Ranker, head_dim: int) -> Atten
         return SdpaBackend()
     if name == "flash2":
         return flash2.make()
-    return fused.FusedBackend(ranker)
+    return fused.make(device, ranker)

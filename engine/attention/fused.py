@@ -7,6 +7,7 @@ their column masses through a compiled kernel that works below the diagonal only
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -157,8 +158,10 @@ class FusedBackend(SdpaBackend):
 
 def unavailable(device: str, head_dim: int | None = None, value_group_size: int | None = None) -> str | None:
     """Why the fused backend cannot run on `device`, as a sentence; None where it can."""
+    if device.startswith("cuda"):
+        return _unavailable_cuda(device, head_dim)
     if device != "cpu":
-        return f"backend fused runs on a CPU in this release, and this run is on {device}; use sdpa or flash2."
+        return f"backend fused runs on a CPU or a CUDA device, and this run is on {device}; use sdpa."
     if not native.available():
         return f"backend fused cannot run: {native.reason()}."
     if head_dim is not None and head_dim % native.LANES:
@@ -169,3 +172,23 @@ def unavailable(device: str, head_dim: int | None = None, value_group_size: int 
             "use sdpa."
         )
     return None
+
+
+def _unavailable_cuda(device: str, head_dim: int | None) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "backend fused needs the package triton on a CUDA device, and it is not installed; use sdpa or flash2."
+    if head_dim is not None and head_dim > 256:
+        return f"backend fused needs a head_dim of at most 256 on a CUDA device, got {head_dim}; use sdpa."
+    if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
+        return f"backend fused needs compute capability 8.0 or newer, and {device} is older; use sdpa."
+    return None
+
+
+def make(device: str, ranker: Ranker) -> SdpaBackend:
+    """The fused backend of a device on which it is available."""
+    if device == "cpu":
+        return FusedBackend(ranker)
+    # Triton is there on CUDA machines only: imported where it is asked for.
+    from engine.attention.fused_cuda import FusedCudaBackend
+
+    return FusedCudaBackend(ranker)

@@ -18,19 +18,12 @@ from torch import Tensor
 from engine.attention import triton_columns, triton_decode
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.state import KVState
+from engine.attention.triton_shape import MASS_TILE, KernelShape
 from engine.quant import LANES
 from engine.scores import Ranker
 
-ARENA_TOKENS = 64
-"""Tokens of an arena tile: a multiple of every window size."""
-MASS_TILE = 128
 PROGRAMS_PER_PROCESSOR = 4
 MAX_SPLITS = 64
-
-
-def power_of_two(number: int) -> int:
-    """The next power of two, at least 1."""
-    return 1 << max(0, number - 1).bit_length()
 
 
 @dataclass(slots=True)
@@ -98,46 +91,36 @@ class FusedCudaBackend(SdpaBackend):
         scale: float,
         softcap: float | None,
     ) -> tuple[Tensor, Tensor | None]:
-        store, shape, rope, window = state.pool, state.shape, state.rope, state.config.window_size
+        store, shape, rope = state.pool, state.shape, state.rope
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        heads, group, dim = shape.batch * shape.num_kv_heads, state.group_heads, shape.head_dim
-        arena_splits, ledger_splits = splits(state, query.device)
+        kernels = self._kernels(state, query, softcap)
+        arena_splits, ledger_splits = splits(state, kernels, query.device)
         parts = arena_splits + ledger_splits
-        space = self._workspace(state, query, parts)
-        bound = self._bind(state, layer)
+        space, bound = self._workspace(state, query, parts), self._bind(state, layer)
         self._tick(state, space)
-        wide = query.dtype == torch.float32 or store.dtype == torch.float32
-        sizes: dict[str, Any] = {
-            "G": group, "GP": power_of_two(group), "D": dim, "DP": max(16, power_of_two(dim)), "HD": shape.heads,
-        }  # fmt: skip
-        grid = {"OMEGA": window, "OFFSET": state.grid.offset}
-        half = {"HALF": rope.half, "HP": max(16, power_of_two(rope.half))}
+        heads = shape.batch * shape.num_kv_heads
         # Base-2 logits: the factor goes into the query, except under a cap, which needs them as they are.
-        factor = scale if softcap is not None else scale * triton_decode.LOG2E.value
+        factor = scale if kernels.capped else scale * triton_decode.LOG2E.value
         cap = softcap or 1.0
         arena_key, arena_value, arena_ids, arena_count = bound.arena
+        *codes, ledger_ids, live_count = bound.ledger
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
-        triton_decode.prepare[(heads, window)](
+        triton_decode.prepare[(heads, kernels.window)](
             query, key, value, arena_key, arena_value, arena_count, space.clock, rope.cos, rope.sin, space.turned,
             store.slots, factor,
-            **sizes, **grid, **half, ROPE_SCALE=rope.scale, TURN=ledger_splits > 0, num_warps=1,
-            enable_fp_fusion=True,
+            **kernels.prepare(ledger_splits > 0), **kernels.options("prepare"),
         )  # fmt: skip
         triton_decode.arena[(heads, arena_splits)](
             query, arena_key, arena_value, arena_ids, arena_count, space.pads, space.clock,
             space.part_out, space.part_lse, space.raw_arena, store.slots, factor, cap, parts,
-            **sizes, **grid, TOKENS=ARENA_TOKENS, WIDE=wide, CAPPED=softcap is not None, MASS=self._masses,
-            num_warps=4, enable_fp_fusion=True,
+            **kernels.arena(), **kernels.options("arena"),
         )  # fmt: skip
         if ledger_splits:
-            ids, live_count = bound.ledger[6:]
             triton_decode.ledger[(heads, ledger_splits)](
-                space.turned, *bound.ledger[:6], ids, live_count, space.shift, rope.cos, rope.sin,
+                space.turned, *codes, ledger_ids, live_count, space.shift, rope.cos, rope.sin,
                 space.part_out, space.part_lse, space.raw_ledger, store.lane_blocks, cap, parts, arena_splits,
-                **sizes, **grid, **half, RP=straight_channels(dim, rope.half), BITS=state.config.bits,
-                GV=store.value_groups, **ledger_tile(window), CAPPED=softcap is not None, MASS=self._masses,
-                enable_fp_fusion=True,
+                **kernels.ledger(), **kernels.options("ledger"),
             )  # fmt: skip
         places = store.lane_blocks * LANES
         arena_tiles = -(-store.slots // MASS_TILE)
@@ -145,13 +128,31 @@ class FusedCudaBackend(SdpaBackend):
         tasks = shape.heads + (arena_tiles + ledger_tiles if self._masses else 0)
         triton_decode.merge[(shape.rows_per_layer, tasks)](
             space.part_out, space.part_lse, out, lse,
-            space.raw_arena, bound.arena_scores, arena_count,
-            space.raw_ledger, bound.ledger_scores, bound.ledger[7],
+            space.raw_arena, bound.arena_scores, arena_count, space.raw_ledger, bound.ledger_scores, live_count,
             store.slots, places, arena_tiles, parts,
-            **sizes, PP=power_of_two(parts), TILE=MASS_TILE, MASS=self._masses,
-            num_warps=4, enable_fp_fusion=True,
+            **kernels.merge(parts), **kernels.options("merge"),
         )  # fmt: skip
         return out, (None if self.scores_in_step else lse)
+
+    def _kernels(self, state: KVState, query: Tensor, softcap: float | None) -> KernelShape:
+        store = state.pool
+        wide = query.dtype not in (torch.float16, torch.bfloat16)
+        return KernelShape(
+            group=state.group_heads,
+            head_dim=state.shape.head_dim,
+            heads_per_row=state.shape.heads,
+            window=state.config.window_size,
+            grid_offset=state.grid.offset,
+            half=state.rope.half,
+            rope_scale=state.rope.scale,
+            bits=state.config.bits,
+            value_groups=store.value_groups,
+            capped=softcap is not None,
+            masses=self._masses,
+            wide_arena=wide or store.dtype == torch.float32,
+            wide_ledger=wide,
+            assembly=query.is_cuda and torch.version.cuda is not None,
+        )
 
     def _tick(self, state: KVState, space: _Workspace) -> None:
         """Brings the device's column counter up to date; one step on is a device operation, for captured steps."""
@@ -262,18 +263,7 @@ class FusedCudaBackend(SdpaBackend):
         )
 
 
-def straight_channels(dim: int, half: int) -> int:
-    """Padded number of channels that carry no position; 0 where all do."""
-    rest = dim - 2 * half
-    return max(16, power_of_two(rest)) if rest else 0
-
-
-def ledger_tile(window: int) -> dict[str, int]:
-    """Windows of a tile, tokens of one softmax round, and warps: without spills for head_dim 64 and 128."""
-    return {"WINDOWS": 16, "CHUNK": min(8, window), "num_warps": 4, "num_stages": 1}
-
-
-def splits(state: KVState, device: torch.device) -> tuple[int, int]:
+def splits(state: KVState, kernels: KernelShape, device: torch.device) -> tuple[int, int]:
     """Programs per KV head for arena and ledger; any numbers are correct, these fill the device.
 
     They follow host counts that change at events only, or when a block opens.
@@ -281,6 +271,6 @@ def splits(state: KVState, device: torch.device) -> tuple[int, int]:
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     heads = state.shape.batch * state.shape.num_kv_heads
     most = max(1, min(MAX_SPLITS, -(-PROGRAMS_PER_PROCESSOR * processors // heads)))
-    arena = -(-state.arena_used * state.config.window_size // ARENA_TOKENS)
-    ledger = -(-state.live_used // ledger_tile(state.config.window_size)["WINDOWS"])
+    arena = -(-state.arena_used * kernels.window // kernels.arena_tokens)
+    ledger = -(-state.live_used // kernels.ledger_windows)
     return max(1, min(most, arena)), min(most, ledger)

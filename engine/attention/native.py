@@ -1,191 +1,51 @@
-"""The compiled CPU kernels: loading, choice of instruction set, and a thin face for torch tensors.
+"""The CPU kernels for torch tensors: decode attention over the tiers, the full cache's, and a prompt's.
 
-Knows the library's calls and the pools' layout (see `kernels/qevict.h`); knows nothing of tiers, routing,
-budgets or models. Where the library is absent, `available()` is False and `reason()` says why in a sentence.
+Knows the pools' layout (see `kernels/qevict.h`); knows nothing of tiers, routing, budgets or models.
+Where the library is absent, `available()` is False and `reason()` says why in a sentence.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 from dataclasses import dataclass
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 
 import torch
 
+from engine.attention.native_library import (
+    LANES,
+    NativeColumns,
+    NativePlan,
+    address,
+    available,
+    dtype_code,
+    isa,
+    loaded,
+    reason,
+    set_threads,
+    share_torch_threads,
+    supported_isas,
+    threads,
+    use_isa,
+)
 from engine.errors import BackendError
 
-LANES = 16
-ISA_VARIABLE = "QEVICT_ISA"
-ISAS = ("portable", "avx2", "avx512")
-_ABI = 4
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_INT = ctypes.c_int
-_PTR = ctypes.c_void_p
-_FLOAT = ctypes.c_float
-
-
-class _Plan(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in (
-            "batch", "q_heads", "kv_heads", "head_dim", "rows_per_batch", "window", "bits", "value_groups",
-            "rotary_dim", "grid_offset", "max_positions", "arena_dtype", "arena_slots", "ledger_blocks")),
-        *((name, _FLOAT) for name in ("scale", "softcap", "rope_scale", "unused")),
-        *((name, _PTR) for name in (
-            "arena_k", "arena_v", "arena_ids", "arena_count", "first_column", "k_codes", "v_codes",
-            "k_scale", "k_zero", "v_scale", "v_zero", "ledger_ids", "live_count", "cos", "sin")),
-    ]  # fmt: skip
-
-
-class _Columns(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_int32) for name in (
-            "heads", "kv_heads", "head_dim", "queries", "keys", "dtype", "first_column", "pad",
-            "window", "grid_offset", "blocks", "groups")),
-        *((name, _FLOAT) for name in ("scale", "softcap", "power")),
-        ("unused", ctypes.c_int32),
-        ("query", _PTR), ("key", _PTR),
-        *((name, ctypes.c_int64) for name in (
-            "query_head_stride", "query_row_stride", "key_head_stride", "key_row_stride")),
-        *((name, _PTR) for name in ("lse", "weights", "mass", "value", "out", "lse_out")),
-        *((name, ctypes.c_int64) for name in (
-            "value_head_stride", "value_row_stride", "out_head_stride", "out_row_stride")),
-    ]  # fmt: skip
-
-
-def _open() -> tuple[ctypes.CDLL | None, str | None]:
-    """The library and None, or None and the reason why there is none."""
-    here = Path(__file__).parent
-    found = [here / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES]
-    path = next((candidate for candidate in found if candidate.exists()), None)
-    if path is None:
-        return None, (
-            "the compiled CPU kernels are not built (no C compiler was found when the package was installed); "
-            "install gcc or clang and reinstall the package"
-        )
-    try:
-        library = ctypes.CDLL(str(path))
-        library.qevict_abi.restype = _INT
-        abi = int(library.qevict_abi())
-    except (OSError, AttributeError) as error:
-        return None, f"the compiled CPU kernels at {path.name} cannot be loaded: {error}"
-    if abi != _ABI * 10_000 + ctypes.sizeof(_Plan) + ctypes.sizeof(_Columns):
-        return None, f"the compiled CPU kernels at {path.name} belong to another version; reinstall the package"
-    library.qevict_use.argtypes = [ctypes.c_char_p]
-    library.qevict_isa.restype = ctypes.c_char_p
-    library.qevict_set_threads.argtypes = [_INT]
-    library.qevict_set_team.argtypes = [_PTR]
-    library.qevict_decode.argtypes = [
-        _PTR, _PTR, _INT, _PTR, _PTR, _INT, _PTR, _INT, _INT, _INT, _PTR, _PTR, _PTR, _PTR,
-    ]  # fmt: skip
-    library.qevict_full.argtypes = [
-        _PTR, _INT, _PTR, _PTR, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _FLOAT, _PTR, _PTR,
-    ]  # fmt: skip
-    library.qevict_columns.argtypes = [ctypes.POINTER(_Columns)]
-    library.qevict_prefill.argtypes = [ctypes.POINTER(_Columns)]
-    wanted = os.environ.get(ISA_VARIABLE, "").strip().lower()
-    if library.qevict_use(wanted.encode()):
-        return None, f"{ISA_VARIABLE}={wanted} asks for kernels that this build or processor lacks; known: {ISAS}"
-    return library, None
-
-
-_library, _reason = _open()
-
-
-def _torch_team() -> int:
-    """Address of the entry point of the OpenMP runtime that torch itself has loaded; 0 where there is none."""
-    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
-        try:
-            entry = ctypes.CDLL(str(path)).GOMP_parallel
-        except (OSError, AttributeError):
-            continue
-        return ctypes.cast(entry, _PTR).value or 0
-    return 0
-
-
-def share_torch_threads(share: bool) -> bool:
-    """Whether calls run on torch's own OpenMP threads from now on, or on a small pool of ours.
-
-    Torch's threads are awake after its own operations, and two pools would fight for the same cores; ours never
-    waits for a thread that is slow to wake. Returns what is in force: False where torch brings no such runtime.
-    """
-    entry = _torch_team() if share else 0
-    _loaded().qevict_set_team(entry or None)
-    return bool(entry)
-
-
-def available() -> bool:
-    """Whether the compiled kernels can run here."""
-    return _library is not None
-
-
-def reason() -> str | None:
-    """Why the kernels cannot run here; None where they can."""
-    return _reason
-
-
-def _loaded() -> ctypes.CDLL:
-    if _library is None:
-        raise BackendError(f"backend 'fused' cannot run on this CPU: {_reason}")
-    return _library
-
-
-def isa() -> str:
-    """Name of the instruction set in use: portable (SSE2 or NEON), avx2 or avx512.
-
-    Raises:
-        BackendError: the kernels are not available.
-    """
-    return bytes(_loaded().qevict_isa()).decode()
-
-
-def supported_isas() -> tuple[str, ...]:
-    """Every instruction set that this build and processor can run; leaves the one in use unchanged."""
-    if _library is None:
-        return ()
-    current = isa()
-    able = tuple(name for name in ISAS if not _library.qevict_use(name.encode()))
-    _library.qevict_use(current.encode())
-    return able
-
-
-def use_isa(name: str) -> None:
-    """Takes the named instruction set from the next call on; "" takes the best one.
-
-    Raises:
-        BackendError: this build or processor lacks it.
-    """
-    if _loaded().qevict_use(name.encode()):
-        raise BackendError(f"instruction set {name!r} cannot run here; this machine has {supported_isas()}")
-
-
-def set_threads(count: int) -> None:
-    """Threads that a call may use from now on (the caller is one of them); small calls use one all the same."""
-    _loaded().qevict_set_threads(int(count))
-
-
-def threads() -> int:
-    """Threads that a call may use."""
-    return int(_loaded().qevict_threads())
-
-
-def _dtype(tensor: torch.Tensor, name: str) -> int:
-    number = _DTYPES.get(tensor.dtype)
-    if number is None:
-        raise BackendError(f"{name} has dtype {tensor.dtype}; the CPU kernels take float32, float16 and bfloat16")
-    return number
-
-
-def _require(tensor: torch.Tensor, name: str, shape: tuple[int, ...], *dtypes: torch.dtype) -> int:
-    """Address of a tensor of the given shape and one of the dtypes, contiguous, on the CPU."""
-    if tuple(tensor.shape) != shape:
-        raise BackendError(f"{name} has shape {tuple(tensor.shape)}; the CPU kernel expects {shape}")
-    if dtypes and tensor.dtype not in dtypes:
-        raise BackendError(f"{name} has dtype {tensor.dtype}; the CPU kernel expects {dtypes[0]}")
-    if not tensor.is_contiguous() or tensor.device.type != "cpu":
-        raise BackendError(f"{name} must be contiguous and on the CPU")
-    return tensor.data_ptr()
+__all__ = [
+    "LANES",
+    "DecodePlan",
+    "LedgerTensors",
+    "Shape",
+    "available",
+    "column_masses",
+    "full_decode",
+    "isa",
+    "prefill_attention",
+    "reason",
+    "set_threads",
+    "share_torch_threads",
+    "supported_isas",
+    "threads",
+    "use_isa",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,18 +126,18 @@ class DecodePlan:
     """
 
     def __init__(self, shape: Shape, cos: torch.Tensor, sin: torch.Tensor) -> None:
-        self._library = _loaded()
+        self._library = loaded()
         problem = shape.unsupported()
         if problem:
             raise BackendError(f"backend 'fused' cannot serve this model on a CPU: {problem}")
         self.shape = shape
         half = (cos.shape[0], shape.rotary_dim // 2)
-        self._plan = _Plan(
+        self._plan = NativePlan(
             batch=shape.batch, q_heads=shape.num_heads, kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
             rows_per_batch=shape.rows_per_batch, window=shape.window_size, bits=shape.bits,
             value_groups=shape.value_groups, rotary_dim=shape.rotary_dim, grid_offset=shape.grid_offset,
             max_positions=cos.shape[0], scale=shape.scale, softcap=shape.softcap, rope_scale=shape.rope_scale,
-            cos=_require(cos, "cos", half, torch.float32), sin=_require(sin, "sin", half, torch.float32),
+            cos=address(cos, "cos", half, torch.float32), sin=address(sin, "sin", half, torch.float32),
         )  # fmt: skip
         self._address = ctypes.addressof(self._plan)
         self._tables = (cos, sin)
@@ -308,13 +168,13 @@ class DecodePlan:
         rows, per_row = shape.batch * shape.rows_per_batch, shape.num_kv_heads // shape.rows_per_batch
         slots, omega, d = int(ids.shape[-1]), shape.window_size, shape.head_dim
         pool = (rows, per_row, slots, omega, d)
-        plan.arena_dtype = _dtype(keys, "arena keys")
+        plan.arena_dtype = dtype_code(keys, "arena keys")
         plan.arena_slots = slots
-        plan.arena_k = _require(keys, "arena keys", pool)
-        plan.arena_v = _require(values, "arena values", pool, keys.dtype)
-        plan.arena_ids = _require(ids, "arena ids", (rows, slots), torch.int32)
-        plan.arena_count = _require(count, "arena count", (rows,), torch.int32)
-        plan.first_column = _require(first_column, "first_column", (rows,), torch.int32)
+        plan.arena_k = address(keys, "arena keys", pool)
+        plan.arena_v = address(values, "arena values", pool, keys.dtype)
+        plan.arena_ids = address(ids, "arena ids", (rows, slots), torch.int32)
+        plan.arena_count = address(count, "arena count", (rows,), torch.int32)
+        plan.first_column = address(first_column, "first_column", (rows,), torch.int32)
         blocks = 0 if ledger is None else int(ledger.ids.shape[-1]) // LANES
         plan.ledger_blocks = blocks
         plan.live_count = None
@@ -327,14 +187,14 @@ class DecodePlan:
             half, byte = torch.float16, torch.uint8
             channels = (rows, per_row, blocks, d, LANES)
             tokens = (rows, per_row, blocks, groups, omega, LANES)
-            plan.k_codes = _require(ledger.key_codes, "key codes", (rows, per_row, blocks, d, size, LANES), byte)
-            plan.v_codes = _require(ledger.value_codes, "value codes", (rows, per_row, blocks * LANES, size, d), byte)
-            plan.k_scale = _require(ledger.key_scale, "key scale", channels, half)
-            plan.k_zero = _require(ledger.key_zero, "key zero", channels, half)
-            plan.v_scale = _require(ledger.value_scale, "value scale", tokens, half)
-            plan.v_zero = _require(ledger.value_zero, "value zero", tokens, half)
-            plan.ledger_ids = _require(ledger.ids, "ledger ids", (rows, blocks * LANES), torch.int32)
-            plan.live_count = _require(ledger.live_count, "live count", (rows,), torch.int32)
+            plan.k_codes = address(ledger.key_codes, "key codes", (rows, per_row, blocks, d, size, LANES), byte)
+            plan.v_codes = address(ledger.value_codes, "value codes", (rows, per_row, blocks * LANES, size, d), byte)
+            plan.k_scale = address(ledger.key_scale, "key scale", channels, half)
+            plan.k_zero = address(ledger.key_zero, "key zero", channels, half)
+            plan.v_scale = address(ledger.value_scale, "value scale", tokens, half)
+            plan.v_zero = address(ledger.value_zero, "value zero", tokens, half)
+            plan.ledger_ids = address(ledger.ids, "ledger ids", (rows, blocks * LANES), torch.int32)
+            plan.live_count = address(ledger.live_count, "live count", (rows,), torch.int32)
         self._masses = ((rows, slots), (rows, blocks * LANES))
         self._held = (keys, values, ids, count, first_column, ledger)
 
@@ -379,23 +239,23 @@ class DecodePlan:
             key, value = key.contiguous(), value.contiguous()
             if key.numel() != shape.batch * shape.num_kv_heads * shape.head_dim or value.shape != key.shape:
                 raise BackendError(f"key has {tuple(key.shape)}; one token per batch row is expected")
-            k_at, v_at, kv_dtype = key.data_ptr(), value.data_ptr(), _dtype(key, "key")
+            k_at, v_at, kv_dtype = key.data_ptr(), value.data_ptr(), dtype_code(key, "key")
             if value.dtype != key.dtype:
                 raise BackendError(f"value has dtype {value.dtype}, key {key.dtype}; they must be equal")
             if isinstance(slot, torch.Tensor):
-                slots_at, slot = _require(slot, "slot", self._masses[0][:1], torch.int32), 0
+                slots_at, slot = address(slot, "slot", self._masses[0][:1], torch.int32), 0
             elif not 0 <= slot < self._plan.arena_slots:
                 raise BackendError(f"slot {slot} is outside the arena's {self._plan.arena_slots}")
             if not 0 <= offset < shape.window_size:
                 raise BackendError(f"offset {offset} is outside a block of {shape.window_size}")
         arena_at = ledger_at = 0
         if arena_mass is not None and ledger_mass is not None:
-            arena_at = _require(arena_mass, "arena_mass", self._masses[0], torch.float32)
-            ledger_at = _require(ledger_mass, "ledger_mass", self._masses[1], torch.float32)
+            arena_at = address(arena_mass, "arena_mass", self._masses[0], torch.float32)
+            ledger_at = address(ledger_mass, "ledger_mass", self._masses[1], torch.float32)
         elif arena_mass is not None or ledger_mass is not None:
             raise BackendError("arena_mass and ledger_mass are asked for together")
         code = self._library.qevict_decode(
-            self._address, query.data_ptr(), _dtype(query, "query"), k_at, v_at, kv_dtype, slots_at, slot, offset,
+            self._address, query.data_ptr(), dtype_code(query, "query"), k_at, v_at, kv_dtype, slots_at, slot, offset,
             seq_len, out.data_ptr(), lse.data_ptr(), arena_at, ledger_at,
         )  # fmt: skip
         if code == 2:
@@ -422,7 +282,7 @@ def full_decode(
     Raises:
         BackendError: the kernels are not available, or a layout that they do not read.
     """
-    library = _loaded()
+    library = loaded()
     batch, kv_heads, length, d = keys.shape
     query = query.contiguous()
     heads = query.numel() // (batch * d)
@@ -430,11 +290,11 @@ def full_decode(
     if problem or length < 1:
         raise BackendError(f"the CPU kernel cannot serve this shape: {problem or 'the cache is empty'}")
     shape = (batch, kv_heads, length, d)
-    k_at, v_at = _require(keys, "keys", shape), _require(values, "values", shape, keys.dtype)
+    k_at, v_at = address(keys, "keys", shape), address(values, "values", shape, keys.dtype)
     out, lse = torch.empty(batch, heads, d), torch.empty(batch, heads)
     if library.qevict_full(
-        query.data_ptr(), _dtype(query, "query"), k_at, v_at, _dtype(keys, "keys"), batch, heads, kv_heads, d, length,
-        scale, softcap, out.data_ptr(), lse.data_ptr(),
+        query.data_ptr(), dtype_code(query, "query"), k_at, v_at, dtype_code(keys, "keys"), batch, heads, kv_heads, d,
+        length, scale, softcap, out.data_ptr(), lse.data_ptr(),
     ):  # fmt: skip
         raise MemoryError("the CPU kernel found no memory for its workspace")
     return out, lse
@@ -479,7 +339,7 @@ def column_masses(
     Raises:
         BackendError: the kernels are not available, or shapes that do not fit each other.
     """
-    library = _loaded()
+    library = loaded()
     heads, queries, d = query.shape
     kv_heads, keys = key.shape[:2]
     if heads % kv_heads or heads % groups or key.shape[2] != d or tuple(lse.shape) != (heads, queries):
@@ -493,7 +353,7 @@ def column_masses(
         raise BackendError(f"{weights.numel()} weights for {queries} queries")
     blocks = (keys + grid_offset + window_size - 1) // window_size
     mass = torch.zeros(groups, blocks)
-    columns = _Columns(
+    columns = NativeColumns(
         heads=heads, kv_heads=kv_heads, head_dim=d, queries=queries, keys=keys, dtype=0,
         first_column=first_query_column, pad=first_column, window=window_size, grid_offset=grid_offset,
         blocks=blocks, groups=groups, scale=scale, softcap=softcap, power=power,
@@ -536,7 +396,7 @@ def prefill_attention(
     Raises:
         BackendError: the kernels are not available, or shapes that do not fit each other.
     """
-    library = _loaded()
+    library = loaded()
     heads, queries, d = query.shape
     kv_heads, keys = key.shape[:2]
     problem = Shape(1, heads, kv_heads, d, window_size).unsupported()
@@ -552,7 +412,7 @@ def prefill_attention(
     blocks = (keys + grid_offset + window_size - 1) // window_size
     out, lse = torch.empty(queries, heads, d), torch.empty(heads, queries)
     mass = torch.zeros(groups, blocks) if masses else None
-    columns = _Columns(
+    columns = NativeColumns(
         heads=heads, kv_heads=kv_heads, head_dim=d, queries=queries, keys=keys, dtype=0,
         first_column=first_query_column, pad=first_column, window=window_size, grid_offset=grid_offset,
         blocks=blocks, groups=groups, scale=scale, softcap=softcap, power=1.0,

@@ -27,6 +27,22 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LANES: tl.constexpr = tl.constexpr(16)
 
 
+def _unpack(shift: int, mask: int, ones: int, rest: int, low: int, high: int) -> str:
+    """PTX: four bytes, shifted, masked, with `ones` set, spread over two pairs of float16 with byte `rest`."""
+    return (
+        f"{{ .reg .b32 t; shr.b32 t, $2, {shift}; lop3.b32 t, t, {mask}, {ones}, 0xEA; "
+        f"prmt.b32 $0, t, {rest}, {low}; prmt.b32 $1, t, {rest}, {high}; }}"
+    )
+
+
+_TWO_BITS: tl.constexpr = tl.constexpr(
+    tuple(_unpack(2 * place, 0x03030303, 0x3C3C3C3C, 0, 0x1404, 0x3424) for place in range(4))
+)
+_FOUR_BITS: tl.constexpr = tl.constexpr(
+    tuple(_unpack(4 * place, 0x0F0F0F0F, 0, 0x64646464, 0x4140, 0x4342) for place in range(2))
+)
+
+
 @triton.jit
 def _capped(logits, softcap, CAPPED: tl.constexpr):
     """Base-2 logits; without a cap the factor lies in the query already."""
@@ -37,9 +53,39 @@ def _capped(logits, softcap, CAPPED: tl.constexpr):
 
 
 @triton.jit
-def _code(packed, PLACE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr):
-    """Codes at place PLACE of packed bytes, as numbers of type KIND."""
-    return ((packed >> (PLACE * BITS)) & ((1 << BITS) - 1)).to(KIND)
+def _code(packed, PLACE: tl.constexpr, BITS: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Codes c at place PLACE of packed bytes as numbers of type KIND; as 1 + c/4 where BITS is 2 and KIND float16.
+
+    In float16 the code is put into the mantissa, so that nothing is converted. ASM does so for four bytes at once;
+    it is called impure so that the compiler unpacks before it lays the tile out for the dot product, where four
+    neighbouring lanes share a register, and not afterwards.
+    """
+    if tl.float32 == KIND:
+        code = ((packed >> (PLACE * BITS)) & ((1 << BITS) - 1)).to(tl.float32)
+    elif BITS == 2:
+        if ASM:
+            code = tl.inline_asm_elementwise(
+                _TWO_BITS[PLACE], "=r,=r,r", [packed], dtype=tl.float16, is_pure=False, pack=4
+            )
+        else:
+            code = ((((packed >> (PLACE * 2)) & 3) | 0x3C).to(tl.uint16) << 8).to(tl.float16, bitcast=True)
+    else:
+        if ASM:
+            code = tl.inline_asm_elementwise(
+                _FOUR_BITS[PLACE], "=r,=r,r", [packed], dtype=tl.float16, is_pure=False, pack=4
+            )
+        else:
+            code = (((packed >> (PLACE * 4)) & 15).to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True)
+        code = code - 1024.0
+    return code
+
+
+@triton.jit
+def _number(code, UNIT: tl.constexpr):
+    """The code itself, exactly, where `_code` gives 1 + c/4."""
+    if UNIT > 1:
+        code = code * UNIT - UNIT
+    return code
 
 
 @triton.jit
@@ -179,7 +225,7 @@ def ledger(
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, RP: tl.constexpr,
     HD: tl.constexpr, OMEGA: tl.constexpr, OFFSET: tl.constexpr, BITS: tl.constexpr, GV: tl.constexpr,
-    WINDOWS: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr,
+    WINDOWS: tl.constexpr, CHUNK: tl.constexpr, CAPPED: tl.constexpr, MASS: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·H_kv, splits): every splits-th tile of WINDOWS live windows, CHUNK tokens of each at a time.
 
@@ -194,6 +240,7 @@ def ledger(
     kind: tl.constexpr = turned.dtype.element_ty
     KB: tl.constexpr = OMEGA * BITS // 8
     PER: tl.constexpr = 8 // BITS
+    UNIT: tl.constexpr = 4 if BITS == 2 and kind != tl.float32 else 1  # codes are 1 + c/UNIT, or c itself
     g = tl.arange(0, GP)
     r = tl.arange(0, HP)
     c = tl.arange(0, DP)
@@ -224,12 +271,17 @@ def ledger(
         scale_high = tl.load(key_scale + at + HALF * LANES, mask=stored, other=0.0).to(tl.float32)
         zero_low = tl.load(key_zero + at, mask=stored, other=0.0).to(tl.float32)
         zero_high = tl.load(key_zero + at + HALF * LANES, mask=stored, other=0.0).to(tl.float32)
-        low_low = (scale_low * cosine).to(kind)
-        low_high = (scale_high * sine).to(kind)
-        low_zero = (zero_low * cosine - zero_high * sine).to(kind)
-        high_high = (scale_high * cosine).to(kind)
-        high_low = (scale_low * sine).to(kind)
-        high_zero = (zero_high * cosine + zero_low * sine).to(kind)
+        low_low = (scale_low * cosine * UNIT).to(kind)
+        low_high = (scale_high * sine * UNIT).to(kind)
+        high_high = (scale_high * cosine * UNIT).to(kind)
+        high_low = (scale_low * sine * UNIT).to(kind)
+        low_zero = zero_low * cosine - zero_high * sine
+        high_zero = zero_high * cosine + zero_low * sine
+        if UNIT > 1:  # with the factors as rounded, so that only the codes' part of them errs
+            low_zero += low_high.to(tl.float32) - low_low.to(tl.float32)
+            high_zero -= high_high.to(tl.float32) + high_low.to(tl.float32)
+        low_zero = low_zero.to(kind)
+        high_zero = high_zero.to(kind)
         code_at = (held[None, :] * D + r[:, None]) * (KB * LANES) + lane[None, :]
         value_at = (n.to(tl.int64) * (blocks * LANES) + place)[:, None] * (KB * D) + c[None, :]
         kept = channels if WINDOWS == LANES else channels & (place < blocks * LANES)[:, None]
@@ -241,8 +293,8 @@ def ledger(
                 packed_low = tl.load(key_codes + code_at + byte * LANES, mask=stored, other=0)
                 packed_high = tl.load(key_codes + code_at + (byte * LANES + HALF * KB * LANES), mask=stored, other=0)
                 for p in tl.static_range(PER):
-                    x = _code(packed_low, p, BITS, kind)
-                    y = _code(packed_high, p, BITS, kind)
+                    x = _code(packed_low, p, BITS, kind, ASM)
+                    y = _code(packed_high, p, BITS, kind, ASM)
                     low = x * low_low + (low_zero - y * low_high)
                     high = y * high_high + (x * high_low + high_zero)
                     q_at = ((n * OMEGA + byte * PER + p) * G + g)[:, None] * D + r[None, :]
@@ -253,7 +305,7 @@ def ledger(
                     if RP > 0:
                         s = _straight(
                             s, turned, key_codes, key_scale, key_zero, held, lane, byte, lane_block < blocks,
-                            (n * OMEGA + byte * PER + p) * G, p, G, GP, D, HALF, RP, KB, BITS,
+                            (n * OMEGA + byte * PER + p) * G, p, G, GP, D, HALF, RP, KB, BITS, UNIT, ASM,
                         )  # fmt: skip
                     logits = logits + (tl.where(alive[None, :], _capped(s, softcap, CAPPED), NEG),)  # noqa: RUF005
             peak = logits[0]
@@ -277,15 +329,18 @@ def ledger(
                         step = tl.load(value_scale + meta, mask=alive, other=0.0).to(tl.float32)
                         bottom = tl.load(value_zero + meta, mask=alive, other=0.0).to(tl.float32)
                         lifted += weight * bottom[None, :]
-                        value = _code(packed, p, BITS, kind)
-                        out = tl.dot((weight * step[None, :]).to(kind), value, out, input_precision="tf32x3")
+                        scaled = (weight * (step * UNIT)[None, :]).to(kind)
+                        if UNIT > 1:
+                            lifted -= scaled.to(tl.float32)
+                        value = _code(packed, p, BITS, kind, ASM)
+                        out = tl.dot(scaled, value, out, input_precision="tf32x3")
                     else:
                         group = c // (D // GV)
                         meta = ((held[:, None] * GV + group[None, :]) * OMEGA + token) * LANES + lane[:, None]
                         some = alive[:, None] & channels
                         step = tl.load(value_scale + meta, mask=some, other=0.0).to(kind)
                         bottom = tl.load(value_zero + meta, mask=some, other=0.0).to(kind)
-                        value = _code(packed, p, BITS, kind) * step + bottom
+                        value = _number(_code(packed, p, BITS, kind, ASM), UNIT) * step + bottom
                         out = tl.dot(weight.to(kind), value, out, input_precision="tf32x3")
             total = total * fade
             floor = floor * fade + tl.sum(lifted, 1)
@@ -304,7 +359,7 @@ def ledger(
 def _straight(
     s, turned, key_codes, key_scale, key_zero, held, lane, byte, inside, query_row, PLACE: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, RP: tl.constexpr,
-    KB: tl.constexpr, BITS: tl.constexpr,
+    KB: tl.constexpr, BITS: tl.constexpr, UNIT: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Adds the logits of channels that carry no position, 2·HALF … D-1."""
     kind: tl.constexpr = turned.dtype.element_ty
@@ -318,7 +373,8 @@ def _straight(
     packed = tl.load(key_codes + code_at, mask=stored, other=0)
     q_at = (query_row + g)[:, None] * D + r[None, :]
     q = tl.load(turned + q_at, mask=(g < G)[:, None] & (r < D)[None, :], other=0.0)
-    return tl.dot(q, _code(packed, PLACE, BITS, kind) * step + bottom, s, input_precision="tf32x3")
+    key = _number(_code(packed, PLACE, BITS, kind, ASM), UNIT) * step + bottom
+    return tl.dot(q, key, s, input_precision="tf32x3")
 
 
 @triton.jit

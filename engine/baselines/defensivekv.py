@@ -29,36 +29,43 @@ def pooled_rows(rows: Tensor, kernel: int) -> Tensor:
     return torch.where(now > 0, pooled * mass / now.clamp_min(1e-30), 0.0)
 
 
-def worst_case(rows: Tensor) -> Tensor:
-    """Largest over group members and queries, not below the head's mean: [B, H, g, w, i] → [B, H, i]."""
+def worst_case(rows: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Largest over group members and queries, not below the head's mean: [B, H, g, w, i] → [B, H, i].
+
+    lengths: columns of each row that are no padding, [B]; None = all.
+    """
     worst = rows.amax((2, 3))
-    return torch.maximum(worst, worst.mean(-1, keepdim=True))
+    count = worst.shape[-1] if lengths is None else lengths[:, None, None]
+    return torch.maximum(worst, worst.sum(-1, keepdim=True) / count)
 
 
-def sure_columns(mean: Tensor, bias: Tensor, most: int, mode: str) -> Tensor:
+def sure_columns(mean: Tensor, bias: Tensor, most: Tensor, mode: str) -> Tensor:
     """bool [B, H, i]: the smallest set whose share of the attention reaches 0.9 - bias, without the one that crosses.
 
     Args:
-        mean: unpooled attention, mean over queries and group. bias: [B, H]. most: its largest size; negative only
-            in the repository's mode, where it then counts from the other end.
+        mean: unpooled attention, mean over queries and group. bias: [B, H]. most: int64 [B, 1], the set's largest
+            size; where negative, the repository's mode counts from the other end.
     """
     share = mean / mean.sum(-1, keepdim=True).clamp_min(1e-30)
     ordered = share.sort(dim=-1, descending=True, stable=True).values
-    counts = (ordered.cumsum(-1) < (SURE_MASS - bias).unsqueeze(-1)).sum(-1).clamp_max(most)
+    counts = (ordered.cumsum(-1) < (SURE_MASS - bias).unsqueeze(-1)).sum(-1)
+    counts = torch.minimum(counts, most)
     from_the_end = torch.where(counts < 0, counts + mean.shape[-1], counts)
     counts = counts.clamp_min(0) if mode == "paper" else from_the_end
     return ranks(share) < counts.unsqueeze(-1)
 
 
-def defensive_scores(probs: Tensor, norms: Tensor, window: int, kernel: int, kept: int, mode: str) -> Tensor:
+def defensive_scores(
+    probs: Tensor, norms: Tensor, lengths: Tensor, *, window: int, kernel: int, kept: int, mode: str
+) -> Tensor:
     """Scores of all columns, [B, H, P].
 
     Args:
-        probs: [B, H, g, w, P]. norms: [B, H, P]. kept: n.
+        probs: [B, H, g, w, P]. norms: [B, H, P]. lengths: int64 [B], prompt tokens that are no padding. kept: n.
     """
     columns = probs.shape[-1]
     prefix = probs[..., : columns - window]
-    scores = worst_case(pooled_rows(prefix, kernel))
+    scores = worst_case(pooled_rows(prefix, kernel), lengths - window)
     weights = norms[..., : columns - window]
     scores = scores * weights / weights.sum(1, keepdim=True).clamp_min(1e-30)
     mean = prefix.mean((2, 3))
@@ -66,7 +73,7 @@ def defensive_scores(probs: Tensor, norms: Tensor, window: int, kernel: int, kep
         bias = probs[..., columns - window :].sum(-1).mean((2, 3))
     else:
         bias = (mean / mean.sum(-1, keepdim=True).clamp_min(1e-30))[..., -window:].sum(-1)
-    most = int((columns - window) * kept / columns - window)
+    most = ((lengths - window) * kept / lengths - window).trunc().long()[:, None]
     sure = sure_columns(mean, bias, most, mode)
     top = scores.amax((1, 2), keepdim=True)
     scores = torch.where(sure, top, scores)
@@ -98,8 +105,11 @@ class DefensiveKV(Observer):
             return self.base_scores(part, kept, context)
         probs = window_attention(part, window, context)
         norms = value_norms(part, context.num_heads)
-        scores = defensive_scores(probs, norms, window, self.kernel, kept, self.mode)
-        return scores.masked_fill(~context.valid().unsqueeze(1), -torch.inf)
+        valid = context.valid()
+        scores = defensive_scores(
+            probs, norms, valid.sum(-1), window=window, kernel=self.kernel, kept=kept, mode=self.mode
+        )
+        return scores.masked_fill(~valid.unsqueeze(1), -torch.inf)
 
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
         kept = self.kept(context.shape, context.columns, context.run)

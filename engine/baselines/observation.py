@@ -88,7 +88,7 @@ def value_norms(staged: Staged, num_heads: int) -> Tensor:
             f"{type(staged.module).__name__} must have a linear o_proj over {num_heads} heads of {dim}: this system "
             "weighs values by it."
         )
-    weight = projection.weight.float().view(-1, kv, num_heads // kv, dim)
+    weight = projection.weight.detach().float().view(-1, kv, num_heads // kv, dim)
     value = staged.value.float()
     total = torch.zeros(batch, kv, tokens, device=value.device)
     for member in range(num_heads // kv):

@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from engine.adapter import enable
 from engine.baselines.base import Context, Resident, Rival, RunPlan
 from engine.baselines.staging import StagedLayer
 from engine.budget import KVShape
-from engine.cache import QEvictLayer, _attention_module, _left_pads, _shift
+from engine.cache_layer import QEvictLayer, attention_module, build_layers
 from engine.errors import CacheUseError, UnsupportedModelError
+from engine.padding import check_padding, left_pads, position_shift
 from engine.rope import RopeTable, find_rotary, probe_layout
 from engine.trace import Tier
 
@@ -74,11 +75,13 @@ class RivalCache(Cache):
     def __init__(self, model: PreTrainedModel, rival: Rival, run: RunPlan | None = None) -> None:
         self.rival, self.run = rival, run or RunPlan()
         text = model.config.get_text_config(decoder=True)
-        layers, self._managed = self._classify(text)
+        owner: Any = self
+        found, self._managed = build_layers(owner, text)
+        layers = [RivalLayer(owner, layer.index) if isinstance(layer, QEvictLayer) else layer for layer in found]
         super().__init__(layers=layers)
         self._owned: list[RivalLayer] = [layer for layer in layers if isinstance(layer, RivalLayer)]
         self._model, self._text = model, text
-        self._attention = _attention_module(model, self._managed[0])
+        self._attention = attention_module(model, self._managed[0])
         self.device = next(self._attention.parameters()).device
         self._num_heads = int(text.num_attention_heads)
         self._num_kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
@@ -87,28 +90,6 @@ class RivalCache(Cache):
         rival.check(self.kv_shape, self._head_dim)
         enable(model)
         self.forget()
-
-    def _classify(self, text: Any) -> tuple[list[Any], list[int]]:
-        stock = list(DynamicCache(config=text).layers)
-        shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
-        if len(stock) < int(text.num_hidden_layers) or shared:
-            raise UnsupportedModelError(
-                f"{text.model_type}: layers that share keys and values are not supported, every layer must own its "
-                "cache."
-            )
-        owner: Any = self
-        layers: list[Any] = []
-        managed: list[int] = []
-        for index, layer in enumerate(stock):
-            ours = type(layer) is DynamicLayer
-            layers.append(RivalLayer(owner, len(managed)) if ours else layer)
-            managed += [index] if ours else []
-        if not managed:
-            raise UnsupportedModelError(
-                f"{text.model_type}: the model must have a full-attention layer; all of its layers are sliding or "
-                "linear, and their cache is bounded already."
-            )
-        return layers, managed
 
     # ---- what a caller may ask ----------------------------------------------------------------------
 
@@ -282,12 +263,16 @@ class RivalCache(Cache):
                 f"the configuration promises {self._num_heads} query heads, {self._num_kv_heads} KV heads of "
                 f"{self._head_dim}; attention came with {heads}, {key.shape[1]} of {dim}."
             )
+        if mask is not None and mask.dim() != 2:
+            raise CacheUseError("this cache takes a 2D attention mask (padding) only, not a prepared 4D mask.")
         if not self.columns:
             self._dtype = key.dtype
-            self._pads = _left_pads(mask, batch, tokens)
-            self._shift = _shift(position_ids, batch, tokens)
+            self._pads = left_pads(mask, batch, tokens)
+            self._shift = position_shift(position_ids, batch, tokens)
         if batch != self.batch:
             raise CacheUseError(f"the cache holds {self.batch} batch rows, a forward of {batch} came.")
+        if mask is not None and self.columns:
+            check_padding(mask, self._pads, self.columns + tokens)
         self._scale, self._softcap = scale, softcap
         if tokens == 1 and self.columns:
             self.settle()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
 
 from app.tier_view import IDLE, TierView, board_files, board_texts
-from visuals.replay import ASSETS
+from visuals.replay import ASSETS, page_script
 
 
 @pytest.mark.parametrize(
@@ -32,11 +33,13 @@ def test_values_reach_the_browser_as_objects(value: Any, sent: dict[str, Any]) -
 
 def test_files_exist_and_change_their_address_with_their_content() -> None:
     files = board_files()
-    for address in files["styles"] + files["scripts"]:
+    for address in files["styles"]:
         path, _, version = address.removeprefix("qe/static/").partition("?v=")
         assert (ASSETS / path).is_file()
         assert len(version) == 12
-    assert files["scripts"][-1].startswith("qe/static/js/tier_window.js")
+    (script,) = files["scripts"]
+    version = hashlib.sha256(page_script(with_texts=False).encode()).hexdigest()[:12]
+    assert script == f"qe/static/js/board.js?v={version}"
 
 
 def test_both_languages_travel_with_the_component() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,9 +20,9 @@ from app.documents import DEFAULT_DOCUMENT, DocumentError, get_document, load_do
 from app.forms import FILE_LIMIT_KB, OWN_FILE, OWN_TEXT, FormError, RunForm
 from app.labels import Labels, pick_language
 from app.look import head, page_options
-from app.messages import error_html, notices_html, standing_sentence
+from app.messages import error_html, notice_sentences, notices_html, standing_sentence
 from app.model_loading import load_sentences
-from app.result_table import format_bytes, format_share, result_html
+from app.result_table import format_bytes, format_share, result_html, rows
 from app.run_watch import RunWatch, Standing
 from app.sessions import SessionInfo
 from app.settings import Settings
@@ -34,6 +35,7 @@ from engine.config import QEvictConfig
 from engine.errors import ConfigError, ModelNotFoundError
 from presets.loader import load_presets
 from tests.app.fake_engine import FakeEngine, FakeLoader, FakeOptions
+from visuals.replay import page_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {"run_session", "stop_session", "list_sessions", "get_session", "export_session"}
@@ -255,6 +257,7 @@ def test_every_standing_is_a_whole_sentence(lang: str) -> None:
 # the result
 
 SUMMARY: dict[str, Any] = {
+    "settings": {"weights": "int4", "dtype": "float32", "device": "cpu"},
     "backend": "<i>sdpa</i>",
     "kv": {
         "total_bytes": 5962740,
@@ -280,7 +283,9 @@ SUMMARY: dict[str, Any] = {
 @pytest.mark.parametrize("lang", LANGUAGES)
 def test_a_result_names_its_dtype_and_escapes(lang: str) -> None:
     html = result_html(SUMMARY, lang)
-    assert html.count("float16") >= 4
+    assert html.count("MB (float16)") == 3
+    assert "int4" in html
+    assert "6.0 %" in html
     assert "&lt;i&gt;sdpa&lt;/i&gt;" in html
     assert "<i>" not in html
     assert text(lang, "result.fmm") in html
@@ -292,7 +297,26 @@ def test_without_a_reference_nothing_is_made_up() -> None:
     html = result_html(SUMMARY | {"metrics": None}, "en")
     assert text("en", "result.reference_off") in html
     assert text("en", "result.churn") not in html
-    assert text("en", "result.reference") not in html.replace(text("en", "result.reference_off"), "")
+    assert text("en", "result.reference_none_how") in html
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_every_figure_says_where_it_comes_from(lang: str) -> None:
+    origins = {"en": ("measured", "set:", "computed"), "zh": ("实测", "设定", "计算")}[lang]
+    for summary in (SUMMARY, SUMMARY | {"metrics": None}):
+        for name, value, how in rows(summary, lang):
+            assert how.startswith(origins) or how == text(lang, "result.reference_off"), name
+            assert value
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_notices_are_sentences_in_the_readers_language(lang: str) -> None:
+    said = notice_sentences(["no_full_history", "new_tokens_capped", "already a sentence."], lang)
+    assert said == [
+        text(lang, "notice.no_full_history"),
+        text(lang, "notice.new_tokens_capped"),
+        "already a sentence.",
+    ]
 
 
 @pytest.mark.parametrize("summary", [{}, {"kv": None}, {"kv": {"share": None}, "metrics": {"churn": None}}])
@@ -437,6 +461,16 @@ def test_the_page_asks_no_other_server(context: AppContext) -> None:
     assert "http://" not in head()
     assert "https://" not in head()
     assert _page(context).analytics_enabled is False
+
+
+def test_all_our_script_is_light(context: AppContext) -> None:
+    """Board, page script and the components' own lines together: at most 80 KB before any compression."""
+    config = _page(context).get_config_file()
+    loads = {part["props"]["js_on_load"] for part in config["components"] if part["props"].get("js_on_load")}
+    lines = [str(listener.get("js") or "") for listener in config["dependencies"]]
+    scripts = [page_script(with_texts=False), *re.findall(r"(?s)<script>(.*?)</script>", head()), *loads, *lines]
+    assert len(scripts) > 5
+    assert sum(len(script.encode()) for script in scripts) <= 80_000
 
 
 def test_an_output_is_named_once() -> None:

@@ -14,33 +14,13 @@ from urllib.parse import parse_qs, urlparse
 
 import pytest
 
+from engine.trace import EndEvent, ErrorEvent, Progress, TraceEvent, encode
 from tests.visuals.synthetic import Plan, synthetic_rows
 from visuals.replay import page_script, page_style, to_html
 
-sync_api = pytest.importorskip("playwright.sync_api")
-CHROMIUM = Path("/usr/bin/chromium")
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 SMALL = Plan(rows=8, prompt=400, events=20, full=6, quant=20, local=32, nasty=True)
 CROWDED = 2.0
 """Load per core from which on dropped frames say more about the machine than about the page."""
-pytestmark = pytest.mark.skipif(not CHROMIUM.exists(), reason="chromium is not installed")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS, headless=True)
-        yield started
-        started.close()
 
 
 @pytest.fixture
@@ -85,6 +65,9 @@ def test_replay_steps_by_key_and_asks_for_nothing(open_page: Callable[..., Any],
     page.goto(replay)
     page.wait_for_selector(".qe-transport button")
     assert state(page)["index"] == 0
+    most = page.evaluate("qeView.trace.liveliestRow()")
+    assert state(page)["row"] == most
+    page.evaluate("qeView.setRow(0)")
     page.evaluate("() => { window.heard = []; qeView.host.addEventListener('qe-event', (e) => heard.push(e.detail)) }")
     for key in ("ArrowRight", "PageDown", "ArrowRight"):
         page.keyboard.press(key)
@@ -177,7 +160,7 @@ def test_words_figures_and_table_tell_the_event(open_page: Callable[..., Any], r
     shown = [int(item) for item in page.locator(".qe-count b").all_inner_texts()]
     assert shown == counts
     assert "event 7" in page.locator("[aria-live]").text_content()
-    moved = page.evaluate("qeView.trace.rowMoves(7, 0).length")
+    moved = page.evaluate("qeView.trace.rowMoves(7, qeView.row).length")
     assert page.locator(".qe tbody tr").count() == max(1, moved)
     memory = page.locator(".qe-bar").get_attribute("aria-label")
     assert "float16" in memory
@@ -263,6 +246,11 @@ class Feed:
                 self.end_headers()
                 self.wfile.write(body)
 
+            def do_POST(self) -> None:
+                feed.asked.append(self.path)
+                self.send_response(204)
+                self.end_headers()
+
             def stream(self, after: int) -> None:
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -270,6 +258,11 @@ class Feed:
                 try:
                     for row in rows:
                         event = json.loads(row)
+                        if event["s"] < 0:
+                            self.wfile.write(b"data: " + row + b"\n\n")
+                            self.wfile.flush()
+                            time.sleep(pause)
+                            continue
                         left_out = event["k"] == "route" and event["r"] in leave_out
                         if event["s"] <= after or left_out:
                             continue
@@ -369,5 +362,66 @@ def test_ten_events_a_second_drop_few_frames(open_page: Callable[..., Any], caps
         )
         with capsys.disabled():
             print(f"  seek and redraw, median: {seek:.1f} ms")
+    finally:
+        feed.close()
+
+
+def passing(stage: str, done: int, total: int) -> bytes:
+    return encode(Progress(stage, done, total), -1)
+
+
+def test_another_run_takes_the_old_picture_away_at_once(open_page: Callable[..., Any], replay: str) -> None:
+    feed = Feed([passing("queue", 0, 2), passing("load", 3, 10)] * 3, 0.4)
+    try:
+        page = open_page(feed.url)
+        page.evaluate("(rows) => qeView.load(rows)", b"\n".join(synthetic_rows(SMALL)).decode())
+        page.wait_for_selector(".qe-lanes", state="visible")
+        page.evaluate("qeView.follow('qe', 'abc')")
+        page.wait_for_selector(".qe-lanes", state="hidden")
+        for part in (".qe-atlas", ".qe-meters", ".qe-text", ".qe-transport", ".qe-status"):
+            assert page.locator(part).first.is_hidden(), part
+        page.wait_for_function("document.querySelector('.qe-message').textContent.includes('2 in line')")
+        assert page.locator(".qe-progress").is_hidden()
+        page.wait_for_function("document.querySelector('.qe-message').textContent === 'Loading the model'")
+        assert page.locator(".qe-progress").evaluate("(bar) => [bar.value, bar.max]") == [3, 10]
+    finally:
+        feed.close()
+
+
+@pytest.mark.parametrize(
+    ("events", "role", "said"),
+    [
+        ([ErrorEvent("there is no such model."), EndEvent("error", {})], "alert", "there is no such model."),
+        ([EndEvent("stop", {})], "status", "stopped"),
+    ],
+    ids=["error", "stop"],
+)
+def test_a_run_that_never_began_says_why(
+    open_page: Callable[..., Any], events: list[TraceEvent], role: str, said: str
+) -> None:
+    feed = Feed([passing("queue", 0, 1), *(encode(event, seq) for seq, event in enumerate(events))], 0.1)
+    try:
+        page = open_page(feed.url)
+        page.evaluate("qeView.follow('qe', 'abc')")
+        page.wait_for_function("qeView.trace.end", timeout=20_000)
+        page.wait_for_function("(said) => document.querySelector('.qe-message').textContent === said", arg=said)
+        assert page.locator(".qe-message").get_attribute("role") == role
+        assert page.locator(".qe-progress").is_hidden()
+    finally:
+        feed.close()
+
+
+def test_a_row_is_chosen_unless_somebody_chose_one(open_page: Callable[..., Any]) -> None:
+    feed = Feed(synthetic_rows(SMALL), 0.02)
+    try:
+        page = open_page(feed.url)
+        page.evaluate("qeView.follow('qe', 'abc')")
+        page.wait_for_function("qeView.trace.end", timeout=20_000)
+        assert state(page)["row"] == SMALL.rows // 2
+        assert any(path.endswith(f"/row?row={SMALL.rows // 2}") for path in feed.asked)
+        page.keyboard.press("ArrowDown")
+        page.evaluate("qeView.follow('qe', 'another')")
+        page.wait_for_function("qeView.trace.end && qeView.index > 3", timeout=20_000)
+        assert state(page)["row"] == SMALL.rows // 2 + 1
     finally:
         feed.close()

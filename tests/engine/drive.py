@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention import unavailable
-from engine.cache import QEvictCache, RoutingRecord
+from engine.cache import QEvictCache
 from engine.config import QEvictConfig
 from engine.quant import unpack
+from engine.tier_board import RoutingRecord
 from engine.tiers import SHADOW_BASE
 from engine.trace import Tier
 from tests.engine.oracle import Oracle, turn

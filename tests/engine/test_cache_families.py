@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any
 
@@ -291,6 +292,42 @@ def test_beams_take_their_pools_along() -> None:
             a, b = (model(input_ids=token, **{name: c}).logits for c in (cache, other))
             torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     assert torch.equal(cache.board, other.board)
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "llama"])
+def test_a_longrope_prompt_beyond_the_original_length(architecture: str) -> None:
+    """phi3 drops a truthy cache there and would silently run on one of its own."""
+    model = tiny_model(architecture, rope="longrope", positions=256)
+    ids = prompt_of(90)
+    stock = greedy(model, 20, input_ids=ids, attention_mask=torch.ones_like(ids))
+    cache = QEvictCache(model, WHOLE)
+    assert torch.equal(greedy(model, 20, cache, input_ids=ids, attention_mask=torch.ones_like(ids)), stock)
+    assert cache.get_seq_length() == 109
+    with pytest.raises(UnsupportedModelError, match="longrope"):
+        step_logits(model, prompt_of(80), 50, QEvictCache(model, WHOLE))
+
+
+def test_dynamic_rope_beyond_its_length_equals_stock() -> None:
+    """Frequencies change as the sequence grows; keys keep the rotation that they came with, as in stock."""
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    model = tiny_model(positions=64, rope_parameters=dynamic)
+    model.set_attn_implementation("eager")
+    whole = prompt_of(90)
+    wanted = step_logits(model, whole, 50, DynamicCache())
+    model = tiny_model(positions=64, rope_parameters=dynamic)
+    got = step_logits(model, whole, 50, QEvictCache(model, WHOLE))
+    torch.testing.assert_close(got, wanted, atol=1e-4, rtol=1e-3)
+
+
+def test_threads_share_one_model() -> None:
+    model = model_of("llama")
+    prompts = [prompt_of(90, seed=s) for s in range(4)]
+    caches = [QEvictCache(model, TIGHT) for _ in range(8)]
+    alone = [step_logits(model, p, 60, caches[i]) for i, p in enumerate(prompts)]
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda i: step_logits(model, prompts[i], 60, caches[4 + i]), range(4)))
+    for a, b in zip(alone, together, strict=True):
+        torch.testing.assert_close(b, a, atol=0, rtol=0)
 
 
 # ---- refusals ----------------------------------------------------------------------------------------------

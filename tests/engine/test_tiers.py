@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from engine.config import QEvictConfig
+from engine.errors import CacheUseError
 from engine.quant import LANES, dequantize
 from engine.trace import Tier
 from tests.engine.drive import Drive, RowView, check_bytes, check_prefixes
@@ -221,6 +222,15 @@ def test_a_grown_plan_fits_its_budget(budget: float, share: float) -> None:
         assert new.full_capacity >= old.full_capacity and new.quant_capacity >= old.quant_capacity
         assert new.persistent_bytes <= new.total_bytes
         check_bytes(drive.cache)
+
+
+def test_an_evicted_id_that_comes_back_is_an_error() -> None:
+    drive = settled().run([1] * 60)
+    view = drive.rows()[0]
+    gone = view.board.index(Tier.EVICTED)
+    view.store.ledger_ids[view.n, 0] = gone
+    with pytest.raises(CacheUseError, match="came back"):
+        drive.run([1] * 4)
 
 
 def test_the_ledger_holds_no_zeros() -> None:

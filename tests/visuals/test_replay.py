@@ -8,6 +8,9 @@ import gzip
 import io
 import json
 import re
+import shutil
+import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from engine.errors import TraceError
 from engine.trace import LateMetrics, RoutingEvent, StepEvent, decode, encode
 from tests.visuals.synthetic import NASTY, Plan, synthetic_events, synthetic_rows
 from visuals.palette import PALETTES, rgb
-from visuals.replay import ASSETS, PAGE_LIMIT, SCRIPTS, page_script, to_csv, to_gif, to_html, to_png
+from visuals.replay import ASSETS, PAGE_LIMIT, SCRIPTS, lean_script, page_script, to_csv, to_gif, to_html, to_png
 
 SMALL = Plan(rows=6, prompt=300, events=10, full=4, quant=12, local=16, nasty=True)
 LIVELY = Plan(events=200, prompt=2496, quant=150, full=40)
@@ -66,10 +69,40 @@ def test_page_script_stays_small_and_whole() -> None:
     script = page_script(with_texts=False)
     assert len(script.encode()) <= 80_000
     for name in SCRIPTS[1:]:
-        for line in (ASSETS / "js" / name).read_text("utf-8").splitlines():
-            bare = line.strip()
-            if bare and not bare.startswith(("//", "/*", "*")):
-                assert bare in script
+        source = (ASSETS / "js" / name).read_text("utf-8")
+        lean = lean_script(source)
+        assert lean in script
+        assert lean_script(lean) == lean
+        for words in re.findall(r'"(?:[^"\\\n]|\\.)*"', source):
+            assert words in lean
+        assert _signs(lean) == _signs(re.sub(r"(?s)/\*.*?\*/|(?<!:)//[^\n]*", "", source))
+
+
+def _signs(script: str) -> str:
+    return re.sub(r"\s", "", script)
+
+
+@pytest.mark.parametrize(
+    ("source", "lean"),
+    [
+        ("const a = 1; // why\n", "const a=1;"),
+        ('/* one\n two */\n  x("a // b  =  c");', 'x("a // b  =  c");'),
+        ("a = b + +c - -d;", "a=b + +c - -d;"),
+        ("return (x) => `${a + b}  =  ${c}`;", "return(x)=>`${a + b}  =  ${c}`;"),
+        (r"s.replace(/ = \/\/ /g, '')", r"s.replace(/ = \/\/ /g,'')"),
+        ("if (a in b) return c / d / e;", "if(a in b)return c / d / e;"),
+        ("let x = y ? -1 : .5;", "let x=y?-1:.5;"),
+    ],
+)
+def test_lean_scripts_lose_nothing_that_matters(source: str, lean: str) -> None:
+    assert lean_script(source) == lean
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_lean_scripts_are_scripts(tmp_path: Path) -> None:
+    (tmp_path / "all.js").write_text(page_script() + lean_script((ASSETS / "js/page.js").read_text("utf-8")), "utf-8")
+    done = subprocess.run(["node", "--check", str(tmp_path / "all.js")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_csv_has_a_line_an_event() -> None:

@@ -66,13 +66,12 @@ INLINE void columns_tile(const float *q, const float *k, int d, const float *bia
     }
 }
 
-static void columns_task(const qe_columns_call *c, int64_t task, float *scratch) {
+static void columns_strip(const qe_columns_call *c, int head, int strip, float *blocks, float *scratch) {
     const qe_columns *p = c->columns;
-    const int d = p->head_dim, head = (int)(task / c->strips), strip = (int)(task % c->strips);
+    const int d = p->head_dim;
     const int first = strip * c->strip, rows = p->queries - first < c->strip ? p->queries - first : c->strip;
     const int tiles = (rows + QROWS - 1) / QROWS, kv = head / (p->heads / p->kv_heads);
     float *queries = scratch, *bias = queries + (int64_t)c->strip * d, *sums = bias + c->strip;
-    float *blocks = c->partial + task * p->blocks;
     int used = 0;
     for (int i = 0; i < tiles * QROWS; i++) {
         const int t = first + i;
@@ -87,7 +86,6 @@ static void columns_task(const qe_columns_call *c, int64_t task, float *scratch)
         float *to = queries + (int64_t)(i / QROWS) * QROWS * d + i % QROWS;
         for (int x = 0; x < d; x++) to[x * QROWS] = from[x];
     }
-    for (int i = 0; i < p->blocks; i++) blocks[i] = 0.0f;
     if (!used) return;
     int keys = p->first_column + first + rows; /* the last query sees its own column */
     if (keys > p->keys) keys = p->keys;
@@ -102,4 +100,12 @@ static void columns_task(const qe_columns_call *c, int64_t task, float *scratch)
         st(sums + panel * PANEL + W, right);
     }
     for (int i = p->pad; i < keys; i++) blocks[(i + p->grid_offset) / p->window] += sums[i];
+}
+
+static void columns_task(const qe_columns_call *c, int64_t task, float *scratch) {
+    const int blocks = c->columns->blocks;
+    float *mass = c->partial + task * blocks;
+    for (int i = 0; i < blocks; i++) mass[i] = 0.0f;
+    for (int strip = (int)(task % c->sections); strip < c->strips; strip += c->sections)
+        columns_strip(c, (int)(task / c->sections), strip, mass, scratch);
 }

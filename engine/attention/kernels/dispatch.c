@@ -199,7 +199,8 @@ EXPORT int qevict_full(const void *query, int query_dtype, const void *k, const 
 static int columns(const qe_columns *p, int64_t (*plan)(qe_columns_call *), qe_body body) {
     qe_columns_call c = {.columns = p};
     const int64_t scratch = plan(&c);
-    const int64_t packed = (int64_t)p->kv_heads * c.panels * c.panel * p->head_dim, tasks = (int64_t)p->heads * c.strips;
+    c.sections = c.strips < 16 ? c.strips : 16;
+    const int64_t packed = (int64_t)p->kv_heads * c.panels * c.panel * p->head_dim, tasks = (int64_t)p->heads * c.sections;
     float *memory = qe_scratch(1, packed + (p->mass ? tasks * p->blocks : 0));
     if (!memory) return 1;
     c.packed = memory;
@@ -207,7 +208,7 @@ static int columns(const qe_columns *p, int64_t (*plan)(qe_columns_call *), qe_b
     if (qe_run(pack_body, &c, (int64_t)p->kv_heads * c.panels, 1, threads) || qe_run(body, &c, tasks, scratch, threads)) return 1;
     const int per_group = p->heads / p->groups;
     for (int64_t i = 0; p->mass && i < tasks; i++) {
-        float *to = p->mass + i / c.strips / per_group * p->blocks;
+        float *to = p->mass + i / c.sections / per_group * p->blocks;
         for (int b = 0; b < p->blocks; b++) to[b] += c.partial[i * p->blocks + b] / (float)per_group;
     }
     return 0;

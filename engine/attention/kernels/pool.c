@@ -23,15 +23,31 @@ static qe_team team = NULL;
 
 void qe_set_team(qe_team entry) { team = entry; }
 
-/* Scratch that belongs to the calling thread and only grows. */
+/* Scratch that belongs to the calling thread, only grows, and goes with the thread. */
 static _Thread_local struct {
     void *raw;
     float *aligned;
     int64_t floats;
-} held[8];
+} held[2];
+
+#if THREADS
+static pthread_key_t leaving;
+static pthread_once_t prepared = PTHREAD_ONCE_INIT;
+
+static void release(void *unused) {
+    (void)unused;
+    for (int i = 0; i < 2; i++) free(held[i].raw), held[i].raw = NULL, held[i].floats = 0;
+}
+
+static void prepare(void) { pthread_key_create(&leaving, release); }
+#endif
 
 float *qe_scratch(int which, int64_t floats) {
     if (held[which].floats < floats) {
+#if THREADS
+        pthread_once(&prepared, prepare);
+        pthread_setspecific(leaving, held);
+#endif
         void *raw = malloc((size_t)floats * sizeof(float) + 64);
         if (!raw) return NULL;
         free(held[which].raw);

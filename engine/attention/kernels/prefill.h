@@ -1,6 +1,6 @@
 /* Prompt attention with window masses in one pass over the keys.
  *
- * A task is a query head and a strip of queries. Its probabilities are kept until the strip's softmax is
+ * A task is a query head and every n-th strip of its queries. A strip's probabilities are kept until the strip's softmax is
  * final, so each logit and each exponential is computed once and serves output and column sums alike.
  * They lie as [tile][panel][QROWS][PANEL]: whole vectors for the scores, constant distances for the values.
  */
@@ -80,9 +80,9 @@ INLINE void prefill_values(const float *s, const float *v, int64_t row_stride, i
     UNROLL for (int r = 0; r < QROWS; r++) UNROLL for (int c = 0; c < wide; c++) st(out + (int64_t)r * d + c * W, acc[r][c]);
 }
 
-static void prefill_task(const qe_columns_call *c, int64_t task, float *scratch) {
+static void prefill_strip(const qe_columns_call *c, int head, int strip, float *blocks, float *scratch) {
     const qe_columns *p = c->columns;
-    const int d = p->head_dim, head = (int)(task / c->strips), strip = (int)(task % c->strips);
+    const int d = p->head_dim;
     const int first = strip * c->strip, rows = p->queries - first < c->strip ? p->queries - first : c->strip;
     const int tiles = (rows + QROWS - 1) / QROWS, padded = tiles * QROWS, kv = head / (p->heads / p->kv_heads);
     prefill_scratch at;
@@ -140,9 +140,7 @@ static void prefill_task(const qe_columns_call *c, int64_t task, float *scratch)
         float *to = p->out + head * p->out_head_stride + (int64_t)(first + i) * p->out_row_stride;
         for (int x = 0; x < d; x += W) st(to + x, ld(at.out + (int64_t)i * d + x) * bc(factor[i]));
     }
-    if (!p->mass) return;
-    float *blocks = c->partial + task * p->blocks;
-    for (int i = 0; i < p->blocks; i++) blocks[i] = 0.0f;
+    if (!blocks) return;
     for (int i = 0; i < padded; i++) { /* a query that is padding itself scores nothing */
         if (i >= rows || p->first_column + first + i < p->pad) factor[i] = 0.0f;
         else if (p->weights) factor[i] *= p->weights[first + i];
@@ -161,4 +159,12 @@ static void prefill_task(const qe_columns_call *c, int64_t task, float *scratch)
         st(at.columns + panel * PANEL + W, right);
     }
     for (int i = p->pad; i < keys; i++) blocks[(i + p->grid_offset) / p->window] += at.columns[i];
+}
+
+static void prefill_task(const qe_columns_call *c, int64_t task, float *scratch) {
+    const int blocks = c->columns->blocks;
+    float *mass = c->columns->mass ? c->partial + task * blocks : NULL;
+    for (int i = 0; mass && i < blocks; i++) mass[i] = 0.0f;
+    for (int strip = (int)(task % c->sections); strip < c->strips; strip += c->sections)
+        prefill_strip(c, (int)(task / c->sections), strip, mass, scratch);
 }

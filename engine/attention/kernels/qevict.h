@@ -25,7 +25,7 @@
 
 enum { QE_F32 = 0, QE_F16 = 1, QE_BF16 = 2 };
 
-/* Mirrors engine/attention/native.py: keep the order. */
+/* Mirrors engine/attention/native_library.py: keep the order. */
 typedef struct {
     int32_t batch, q_heads, kv_heads, head_dim;
     int32_t rows_per_batch, window, bits, value_groups;
@@ -57,12 +57,13 @@ typedef struct {
     int64_t value_head_stride, value_row_stride, out_head_stride, out_row_stride;
 } qe_columns;
 
-/* Column sums in flight: keys packed into panels once, one task per query head and strip of queries. */
+/* Column sums in flight: keys packed into panels once. A task is a query head and every `sections`-th strip of its
+ * queries, so that tasks cost alike below the diagonal and their sums stay few. */
 typedef struct {
     const qe_columns *columns;
-    int32_t panel, panels, strip, strips; /* keys of a panel, queries of a strip */
+    int32_t panel, panels, strip, strips, sections; /* keys of a panel, queries of a strip */
     float *packed;                        /* [kv_heads, panels, d, panel] */
-    float *partial;                       /* [heads, strips, blocks] */
+    float *partial;                       /* [heads, sections, blocks] */
 } qe_columns_call;
 
 /* One call's view, shared by the threads that work on it. */

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from engine.attention import native
+from engine.attention import native, native_library
 from engine.attention.native import LANES, DecodePlan, LedgerTensors, Shape
 from engine.errors import BackendError
 
@@ -418,20 +418,20 @@ def test_window_beyond_the_position_table() -> None:
 
 
 def test_missing_library_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "EXTENSION_SUFFIXES", [".absent"])
-    library, why = native._open()
+    monkeypatch.setattr(native_library, "EXTENSION_SUFFIXES", [".absent"])
+    library, why = native_library._open()
     assert library is None
     assert why is not None and "compiler" in why
-    monkeypatch.setattr(native, "_library", None)
-    monkeypatch.setattr(native, "_reason", why)
+    monkeypatch.setattr(native_library, "_library", None)
+    monkeypatch.setattr(native_library, "_reason", why)
     assert not native.available()
     with pytest.raises(BackendError, match="cannot run on this CPU"):
         native.full_decode(torch.zeros(1, 2, 64), *(torch.zeros(1, 1, 4, 64),) * 2, scale=1.0)
 
 
 def test_wish_for_an_unknown_instruction_set_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.ISA_VARIABLE, "mmx")
-    library, why = native._open()
+    monkeypatch.setenv(native_library.ISA_VARIABLE, "mmx")
+    library, why = native_library._open()
     assert library is None
     assert why is not None and "QEVICT_ISA=mmx" in why
 

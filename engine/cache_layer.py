@@ -1,0 +1,169 @@
+"""One managed layer of the cache, and which layers of a model are managed.
+
+A layer tags the keys that it is given, so that our attention function finds it, and counts logical
+columns; everything else is its owner's work. transformers classifies the layers: what it would give
+a plain growing layer becomes ours, sliding and linear layers keep their stock cache layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+
+from engine.adapter import TAG, LogicalLength
+from engine.errors import CacheUseError, UnsupportedModelError
+
+
+class LayerOwner(Protocol):
+    """What a layer asks of its cache."""
+
+    @property
+    def batch(self) -> int: ...
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+    ) -> Tensor: ...
+
+    def forget(self) -> None: ...
+
+    def select_rows(self, index: Tensor) -> None: ...
+
+
+class QEvictLayer(CacheLayerMixin):
+    """One managed layer: tags keys for our attention function and counts logical columns."""
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+    supports_early_init = False
+
+    def __init__(self, owner: LayerOwner, index: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.owner = owner
+        self.index = index
+        self.seen = 0
+        self.pending = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing to prepare: pools are allocated when the prompt's length is known."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Tags the new keys; the attention function stores and attends."""
+        if self.pending:
+            self.pending = False
+            raise CacheUseError(
+                "a QEvict cache must be used with its own attention function: the model attended without it. "
+                "Build the cache from the model that runs, and keep its attention implementation."
+            )
+        self.pending = True
+        tagged = key_states.view_as(key_states)
+        setattr(tagged, TAG, self)
+        return tagged, value_states
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        position_ids: Tensor | None,
+    ) -> Tensor:
+        """Called by the adapter right after `update`."""
+        self.pending = False
+        return self.owner.attend(self.index, query, key, value, mask, scale, softcap, position_ids)
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Logical columns seen, evicted ones included."""
+        return self.seen
+
+    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
+        """(logical key length, 0); `query` is a length, or cache positions in older releases."""
+        length = query if isinstance(query, int) else int(query.shape[0])
+        return LogicalLength(self.seen + length), 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def crop(self, max_length: int) -> None:
+        """Refuses to go back: evicted tokens can't return."""
+        if max_length not in (0, self.seen):
+            raise CacheUseError(
+                "a QEvict cache cannot be cropped: evicted tokens can't come back. "
+                "Assisted decoding and prompt lookup need another cache."
+            )
+
+    def reset(self) -> None:
+        """Forgets the sequence."""
+        self.seen, self.pending = 0, False
+        if self.index == 0:
+            self.owner.forget()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorders batch rows; all layers at once, when the first is asked."""
+        if self.index == 0:
+            self.owner.select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps some batch rows."""
+        if self.index == 0:
+            self.owner.select_rows(torch.arange(self.owner.batch)[indices.cpu()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each batch row."""
+        if self.index == 0:
+            self.owner.select_rows(torch.arange(self.owner.batch).repeat_interleave(repeats))
+
+
+def build_layers(owner: LayerOwner, text: Any) -> tuple[list[Any], list[int]]:
+    """Cache layers of the model: ours for full attention, stock for the rest.
+
+    Raises:
+        UnsupportedModelError: nothing to manage, or layers share their keys and values.
+    """
+    stock = list(DynamicCache(config=text).layers)
+    total = int(text.num_hidden_layers)
+    shared = int(getattr(text, "num_kv_shared_layers", 0) or 0)
+    if len(stock) < total or shared or any(type(layer).__name__ == "DummyLayer" for layer in stock):
+        raise UnsupportedModelError(
+            f"{text.model_type}: layers that share keys and values are not supported, every layer must own its cache."
+        )
+    layers: list[Any] = []
+    managed: list[int] = []
+    for index, layer in enumerate(stock):
+        if type(layer) is DynamicLayer:
+            layers.append(QEvictLayer(owner, len(managed)))
+            managed.append(index)
+        else:
+            layers.append(layer)
+    if not managed:
+        raise UnsupportedModelError(
+            f"{text.model_type}: the model must have a full-attention layer; all of its layers are sliding or linear, "
+            "and their cache is bounded already."
+        )
+    return layers, managed
+
+
+def attention_module(model: PreTrainedModel, layer_idx: int) -> nn.Module:
+    for module in model.modules():
+        if getattr(module, "layer_idx", None) == layer_idx and type(module).__name__.endswith("Attention"):
+            return module
+    raise UnsupportedModelError("the model has no attention module with a layer_idx; it cannot be managed.")
