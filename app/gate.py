@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.openai_answer import refusal_body
 from app.settings import Settings
 from app.visitors import COOKIE, SCOPE_KEY, Signature, Visitor, current
 
@@ -117,7 +118,7 @@ class Gate:
         if refused is None and self._settings.login and scope["path"] != STARTED_PATH:
             name, refused = self._log_in(headers, address)
         if refused is not None:
-            await _answer(send, *refused)
+            await _answer(scope, send, *refused)
             return
         visitor, cookie = self._visitor(scope, headers, address, name)
         scope[SCOPE_KEY] = visitor
@@ -131,7 +132,7 @@ class Gate:
         except TooLargeError:
             if reply.started:
                 raise
-            await _answer(send, *self._too_large())
+            await _answer(scope, send, *self._too_large())
         finally:
             current.reset(token)
 
@@ -333,8 +334,11 @@ def _bounded(receive: Receive, limit: int) -> Receive:
     return bounded
 
 
-async def _answer(send: Send, status: int, sentence: str) -> None:
-    body = json.dumps({"detail": sentence}).encode()
+async def _answer(scope: Scope, send: Send, status: int, sentence: str) -> None:
+    said: dict[str, Any] = {"detail": sentence}
+    if scope["path"].startswith("/v1/"):
+        said = refusal_body(sentence, status)
+    body = json.dumps(said).encode()
     headers = MutableHeaders(
         {
             **SECURITY_HEADERS,

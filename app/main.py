@@ -12,15 +12,17 @@ import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from app.context import AppContext, create_context
-from app.settings import Settings
+from app.settings import LARGEST_UPLOAD_BYTES, Settings
 from app.store_file import StoreError
+from app.visitors import SCOPE_KEY, Visitor
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
+    from fastapi import FastAPI, Request
+    from starlette.middleware import Middleware
 
 __all__ = ["AppContext", "StartError", "create_app", "create_context", "serve"]
 
@@ -39,8 +41,9 @@ def create_app(settings: Settings, context: AppContext | None = None) -> FastAPI
     import gradio as gr
     from fastapi import FastAPI
 
-    from app.api import create_router, program_version
-    from app.ui import build_ui, page_options
+    from app.api import include_routes
+    from app.api_route import program_version
+    from app.ui import build_ui
 
     shared = context or create_context(settings)
 
@@ -50,11 +53,46 @@ def create_app(settings: Settings, context: AppContext | None = None) -> FastAPI
         yield
         await asyncio.to_thread(shared.close)
 
-    app = FastAPI(title="QEvict Lab", version=program_version(), lifespan=lifespan)
+    app = FastAPI(
+        title="QEvict Lab",
+        version=program_version(),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        middleware=gates(shared),
+    )
     app.state.context = shared
-    app.include_router(create_router(shared))  # before the page, which takes every other address
-    mounted: FastAPI = gr.mount_gradio_app(app, build_ui(shared), path="/", show_error=True, **page_options())
+    include_routes(app, shared)  # before the page, which takes every other address
+    mounted: FastAPI = gr.mount_gradio_app(app, build_ui(shared), path="/", show_error=True, **entry_options(shared))
     return mounted
+
+
+def gates(context: AppContext) -> list[Middleware]:
+    """What every request passes before it reaches page or routes."""
+    from starlette.middleware import Middleware
+
+    from app.gate import Gate, inline_scripts
+    from app.look import head
+
+    inline = inline_scripts(head())
+    return [Middleware(Gate, settings=context.settings, signature=context.signature, inline=inline)]
+
+
+def entry_options(context: AppContext) -> dict[str, Any]:
+    """What both `launch` and `mount_gradio_app` need: the page's looks, the largest file, who is logged in."""
+    from app.ui import page_options
+
+    options = {**page_options(), "max_file_size": LARGEST_UPLOAD_BYTES}
+    if context.settings.login:
+        options["auth_dependency"] = logged_in
+    return options
+
+
+def logged_in(request: Request) -> str | None:
+    """The name that the gate let in; None keeps a request out that did not come through the gate."""
+    visitor = request.scope.get(SCOPE_KEY)
+    return visitor.user if isinstance(visitor, Visitor) and visitor.user.startswith("login:") else None
 
 
 def prepare_gradio(settings: Settings) -> None:

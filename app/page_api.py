@@ -49,13 +49,14 @@ def publish(context: AppContext) -> None:
 
     def stop_session(sid: str) -> bool:
         """Stops a run between two tokens; False if it is not running."""
-        return context.runs.stop(sid)
+        with _told():
+            return context.runs.stop(sid)
+        return False
 
     def list_sessions(limit: int = 200) -> list:
-        """Stored sessions, newest first; none where this server does not list them."""
+        """Stored sessions that the caller may see, newest first."""
         with _told():
-            found = context.sessions.list(limit) if context.settings.list_sessions else []
-            return [_plain(info) for info in found]
+            return [_plain(info) for info in context.listed(max(0, min(limit, 1000)))]
 
     def get_session(sid: str) -> dict:
         """One session with its settings, versions and summary."""

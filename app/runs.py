@@ -298,15 +298,15 @@ class RunManager:
             if isinstance(error, OutOfMemoryError):
                 self.models.clear()
             log.warning("run %s: %s", run.run_id, error, extra=extra)
-            end = self._failed(run, str(error))
+            end = self._failed(run, str(error), "memory" if isinstance(error, OutOfMemoryError) else "input")
         except Exception as error:
             if _is_out_of_memory(error):
                 self.models.clear()
                 log.warning("run %s: out of memory", run.run_id, exc_info=True, extra=extra)
-                end = self._failed(run, OUT_OF_MEMORY)
+                end = self._failed(run, OUT_OF_MEMORY, "memory")
             else:
                 log.exception("run %s failed", run.run_id, extra=extra)
-                end = self._failed(run, text(run.request.lang, "error.unexpected", run_id=run.run_id))
+                end = self._failed(run, text(run.request.lang, "error.unexpected", run_id=run.run_id), "internal")
         self._end(run, end)
         tokens = run.output.tally.num_tokens
         seconds = time.monotonic() - run.began
@@ -401,9 +401,9 @@ class RunManager:
             engine, build = engine or generate, build or RunOptions
         return engine, build(**values)
 
-    def _failed(self, run: Run, sentence: str) -> EndEvent:
+    def _failed(self, run: Run, sentence: str, fault: str) -> EndEvent:
         run.output.emit(ErrorEvent(sentence, run.run_id))
-        return EndEvent("error", {**run.output.tally.summary(), "error": sentence})
+        return EndEvent("error", {**run.output.tally.summary(), "error": sentence, "fault": fault})
 
     def _end(self, run: Run, end: EndEvent) -> None:
         try:

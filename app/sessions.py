@@ -80,11 +80,11 @@ def new_session_id() -> str:
     return secrets.token_urlsafe(16)
 
 
-def clean_title(text: str) -> str:
-    """One line of at most `TITLE_CHARS` characters, without control characters."""
+def clean_title(text: str, most: int = TITLE_CHARS) -> str:
+    """One line of at most `most` characters, without control characters."""
     line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text)
     line = " ".join(line.split())
-    return line if len(line) <= TITLE_CHARS else line[: TITLE_CHARS - 1] + "…"
+    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 class Sessions:
@@ -240,8 +240,13 @@ class Sessions:
         self._now(_empty_log)
 
     def mark(self, session: str, event_id: int, row: int, windows: Sequence[int], text: str, author: str = "") -> None:
-        """Stores a note on windows of a session."""
-        self.get(session)
+        """Stores a note on windows of a session.
+
+        Raises:
+            UnknownSessionError: no such session.
+            ForbiddenError: it is somebody else's.
+        """
+        self._demand(self.get(session).user)
         note = {
             "session": session,
             "r": event_id,

@@ -217,7 +217,7 @@
         setText(chart.sub, short);
         setText(chart.more, sub.slice(short.length));
         chart.line.title = sub;
-        setText(chart.pending, waits ? this._t("view.pending") : "");
+        setText(chart.pending, waits ? this._t(trace.end ? "view.ended_first" : "view.pending") : "");
         const top = Math.max(1e-6, ...points.map((point) => point.v), ...(under || []).map((point) => point.v)) * 1.4;
         const height = Math.round(52 * Math.min(1.3, this.scale));
         if (!chart.width) chart.width = chart.canvas.parentNode.clientWidth;

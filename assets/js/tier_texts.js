@@ -48,6 +48,7 @@
     "view.of_event": "at event {r}",
     "view.short_horizon": "only {n} of {h} tokens followed",
     "view.pending": "not yet knowable",
+    "view.ended_first": "the run ended first",
     "view.no_value": "not yet",
     "view.no_reference": "Future missed mass and churn compare with FullKV. The FullKV reference is off in this run, so they are not shown.",
     "view.axis": "token",

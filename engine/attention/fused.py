@@ -37,6 +37,7 @@ class FusedBackend(SdpaBackend):
     def __init__(self, ranker: Ranker) -> None:
         self.scores_in_step = ranker.power == 1.0
         self._masses = ranker.uses_attention and self.scores_in_step
+        self._one_pass = ranker.power == 1.0 and native.isa() in ("avx2", "avx512")
         self._bound: dict[int, _Bound] = {}
         native.set_threads(torch.get_num_threads())
 
@@ -70,6 +71,49 @@ class FusedBackend(SdpaBackend):
         )
         out = out.view(query.shape)
         return (out if out.dtype == query.dtype else out.to(query.dtype)), (None if self.scores_in_step else lse)
+
+    def ingest(
+        self,
+        state: KVState,
+        layer: int,
+        query: Tensor,
+        *,
+        start: int,
+        scale: float,
+        softcap: float | None,
+        weights: Tensor | None,
+    ) -> Tensor:
+        """Prompt queries [B, H_q, T, d] at columns `start` on; attention and masses in one compiled pass.
+
+        A turn that comes on top of pools, a ranker of powers, and a processor without wide vectors take
+        torch's flash kernel and the compiled column masses instead: there one pass is not faster.
+        """
+        staging = state.staging
+        if staging is None or state.store is not None or not self._one_pass:
+            return super().ingest(state, layer, query, start=start, scale=scale, softcap=softcap, weights=weights)
+        key, value = staging.layer(layer)
+        groups = state.shape.groups
+        scores = staging.layer_scores(layer)
+        out = torch.empty_like(query)
+        for row, pad in enumerate(state.pads):
+            part, _, masses = native.prefill_attention(
+                query[row],
+                key[row],
+                value[row],
+                scale=scale,
+                window_size=state.config.window_size,
+                grid_offset=staging.start - state.grid.first_column(staging.first_block),
+                first_query_column=start - staging.start,
+                first_column=max(0, pad - staging.start),
+                groups=groups,
+                softcap=softcap or 0.0,
+                weights=weights,
+                masses=state.ranker.uses_attention,
+            )
+            out[row] = part
+            if masses is not None:
+                scores[row * groups : (row + 1) * groups] += masses
+        return out
 
     def _bind(self, state: KVState, layer: int, scale: float, softcap: float | None) -> _Bound:
         store, rope = state.pool, state.rope

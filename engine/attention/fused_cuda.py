@@ -18,12 +18,11 @@ from torch import Tensor
 from engine.attention import triton_columns, triton_decode
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.state import KVState
-from engine.attention.triton_shape import MASS_TILE, KernelShape
+from engine.attention.triton_shape import MASS_TILE, MAX_PARTS, KernelShape
 from engine.quant import LANES
 from engine.scores import Ranker
 
 PROGRAMS_PER_PROCESSOR = 4
-MAX_SPLITS = 64
 
 
 @dataclass(slots=True)
@@ -63,6 +62,7 @@ class FusedCudaBackend(SdpaBackend):
         self._space: _Workspace | None = None
         self._space_for: tuple[Any, ...] = ()
         self._columns = -1
+        self._fixed: dict[KernelShape, dict[str, dict[str, Any]]] = {}
 
     def decode(
         self,
@@ -94,6 +94,10 @@ class FusedCudaBackend(SdpaBackend):
         store, shape, rope = state.pool, state.shape, state.rope
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         kernels = self._kernels(state, query, softcap)
+        fixed = self._fixed.get(kernels)
+        if fixed is None:
+            fixed = {name: kernels.launch(name) for name in ("prepare", "arena", "ledger", "merge")}
+            self._fixed[kernels] = fixed
         arena_splits, ledger_splits = splits(state, kernels, query.device)
         parts = arena_splits + ledger_splits
         space, bound = self._workspace(state, query, parts), self._bind(state, layer)
@@ -109,18 +113,18 @@ class FusedCudaBackend(SdpaBackend):
         triton_decode.prepare[(heads, kernels.window)](
             query, key, value, arena_key, arena_value, arena_count, space.clock, rope.cos, rope.sin, space.turned,
             store.slots, factor,
-            **kernels.prepare(ledger_splits > 0), **kernels.options("prepare"),
+            **fixed["prepare"],
         )  # fmt: skip
         triton_decode.arena[(heads, arena_splits)](
             query, arena_key, arena_value, arena_ids, arena_count, space.pads, space.clock,
             space.part_out, space.part_lse, space.raw_arena, store.slots, factor, cap, parts,
-            **kernels.arena(), **kernels.options("arena"),
+            **fixed["arena"],
         )  # fmt: skip
         if ledger_splits:
             triton_decode.ledger[(heads, ledger_splits)](
                 space.turned, *codes, ledger_ids, live_count, space.shift, rope.cos, rope.sin,
                 space.part_out, space.part_lse, space.raw_ledger, store.lane_blocks, cap, parts, arena_splits,
-                **kernels.ledger(), **kernels.options("ledger"),
+                **fixed["ledger"],
             )  # fmt: skip
         places = store.lane_blocks * LANES
         arena_tiles = -(-store.slots // MASS_TILE)
@@ -130,7 +134,7 @@ class FusedCudaBackend(SdpaBackend):
             space.part_out, space.part_lse, out, lse,
             space.raw_arena, bound.arena_scores, arena_count, space.raw_ledger, bound.ledger_scores, live_count,
             store.slots, places, arena_tiles, parts,
-            **kernels.merge(parts), **kernels.options("merge"),
+            **fixed["merge"],
         )  # fmt: skip
         return out, (None if self.scores_in_step else lse)
 
@@ -270,7 +274,7 @@ def splits(state: KVState, kernels: KernelShape, device: torch.device) -> tuple[
     """
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
     heads = state.shape.batch * state.shape.num_kv_heads
-    most = max(1, min(MAX_SPLITS, -(-PROGRAMS_PER_PROCESSOR * processors // heads)))
+    most = max(1, min(MAX_PARTS // 2, -(-PROGRAMS_PER_PROCESSOR * processors // heads)))
     arena = -(-state.arena_used * kernels.window // kernels.arena_tokens)
     ledger = -(-state.live_used // kernels.ledger_windows)
     return max(1, min(most, arena)), min(most, ledger)

@@ -8,6 +8,8 @@ probabilities live in registers only. Knows queries, keys and blocks; knows no p
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +17,14 @@ from torch import Tensor
 
 from engine.errors import BackendError
 
-KEYS = 64
-QUERIES = 64
+OPTIONS: dict[str, Any] = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+
+
+def constants(group: int, dim: int, wide: bool) -> dict[str, Any]:
+    """What the kernel is compiled for; tiles are smaller where a row of channels is long."""
+    padded = max(16, triton.next_power_of_2(dim))
+    edge = 64 if padded * (2 if wide else 1) <= 128 else 32
+    return {"G": group, "D": dim, "DP": padded, "TILE_K": edge, "TILE_Q": edge}
 
 
 @triton.jit
@@ -103,13 +111,12 @@ def column_masses(
     masses = torch.zeros(heads, keys, dtype=torch.float32, device=query.device)
     if queries and keys:
         weights = None if weights is None else weights.float().contiguous()
-        padded = max(16, triton.next_power_of_2(dim))
-        columns[(heads, triton.cdiv(keys, KEYS))](
+        fixed = constants(heads // kv_heads, dim, query.dtype == torch.float32)
+        columns[(heads, triton.cdiv(keys, fixed["TILE_K"]))](
             query, key, lse, lse if weights is None else weights, masses,
             queries, keys, first_query_column, first_column, scale, softcap or 1.0, power,
             query.stride(0), query.stride(1), key.stride(0), key.stride(1),
-            G=heads // kv_heads, D=dim, DP=padded, TILE_K=KEYS, TILE_Q=QUERIES if padded < 256 else 32,
-            CAPPED=softcap > 0.0, WEIGHTED=weights is not None, num_warps=4, enable_fp_fusion=True,
+            **fixed, CAPPED=softcap > 0.0, WEIGHTED=weights is not None, **OPTIONS,
         )  # fmt: skip
     blocks = -(-(keys + grid_offset) // window_size)
     padded_masses = torch.nn.functional.pad(masses, (grid_offset, blocks * window_size - grid_offset - keys))

@@ -43,6 +43,13 @@ _FOUR_BITS: tl.constexpr = tl.constexpr(
 )
 
 
+_PLAIN = [
+    *("arena_ids", "arena_count", "pads", "clock", "ledger_ids", "live_count", "shift", "arena_scores"),
+    *("ledger_scores", "slots", "parts", "first_part", "blocks", "places", "arena_tiles"),
+]
+"""Arguments whose value and alignment differ between layers and events: one compiled kernel serves them all."""
+
+
 @triton.jit
 def _capped(logits, softcap, CAPPED: tl.constexpr):
     """Base-2 logits; without a cap the factor lies in the query already."""
@@ -88,7 +95,7 @@ def _number(code, UNIT: tl.constexpr):
     return code
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLAIN)
 def prepare(
     query, key, value,
     arena_key, arena_value, arena_count, clock,
@@ -96,7 +103,7 @@ def prepare(
     slots, scale,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     HALF: tl.constexpr, HP: tl.constexpr, ROPE_SCALE: tl.constexpr,
-    HD: tl.constexpr, OMEGA: tl.constexpr, OFFSET: tl.constexpr, TURN: tl.constexpr,
+    HD: tl.constexpr, OMEGA: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·H_kv, Ω). Program (n, 0) appends head n's token; program (n, j) turns its queries back by j.
 
@@ -114,28 +121,27 @@ def prepare(
             new_value = tl.load(value + n * D + c, mask=c < D, other=0.0)
             tl.store(arena_key + to, new_key.to(arena_key.dtype.element_ty), mask=c < D)
             tl.store(arena_value + to, new_value.to(arena_value.dtype.element_ty), mask=c < D)
-    if TURN:
-        g = tl.arange(0, GP)
-        r = tl.arange(0, HP)
-        at = (n * G + g)[:, None] * D + r[None, :]
-        seen = (g < G)[:, None] & (r < HALF)[None, :]
-        low = tl.load(query + at, mask=seen, other=0.0).to(tl.float32)
-        high = tl.load(query + at + HALF, mask=seen, other=0.0).to(tl.float32)
-        turn = r < HALF
-        cosine = tl.load(cos + j * HALF + r, mask=turn, other=0.0)[None, :] * (scale * ROPE_SCALE)
-        sine = tl.load(sin + j * HALF + r, mask=turn, other=0.0)[None, :] * (scale * ROPE_SCALE)
-        to = ((n * OMEGA + j) * G + g)[:, None] * D + r[None, :]
-        kind = turned.dtype.element_ty
-        tl.store(turned + to, (low * cosine + high * sine).to(kind), mask=seen)
-        tl.store(turned + to + HALF, (high * cosine - low * sine).to(kind), mask=seen)
-        if D > 2 * HALF:
-            seen = (g < G)[:, None] & ((c >= 2 * HALF) & (c < D))[None, :]
-            plain = tl.load(query + (n * G + g)[:, None] * D + c[None, :], mask=seen, other=0.0).to(tl.float32)
-            to = ((n * OMEGA + j) * G + g)[:, None] * D + c[None, :]
-            tl.store(turned + to, (plain * scale).to(kind), mask=seen)
+    g = tl.arange(0, GP)
+    r = tl.arange(0, HP)
+    at = (n * G + g)[:, None] * D + r[None, :]
+    seen = (g < G)[:, None] & (r < HALF)[None, :]
+    low = tl.load(query + at, mask=seen, other=0.0).to(tl.float32)
+    high = tl.load(query + at + HALF, mask=seen, other=0.0).to(tl.float32)
+    turn = r < HALF
+    cosine = tl.load(cos + j * HALF + r, mask=turn, other=0.0)[None, :] * (scale * ROPE_SCALE)
+    sine = tl.load(sin + j * HALF + r, mask=turn, other=0.0)[None, :] * (scale * ROPE_SCALE)
+    to = ((n * OMEGA + j) * G + g)[:, None] * D + r[None, :]
+    kind = turned.dtype.element_ty
+    tl.store(turned + to, (low * cosine + high * sine).to(kind), mask=seen)
+    tl.store(turned + to + HALF, (high * cosine - low * sine).to(kind), mask=seen)
+    if D > 2 * HALF:
+        seen = (g < G)[:, None] & ((c >= 2 * HALF) & (c < D))[None, :]
+        plain = tl.load(query + (n * G + g)[:, None] * D + c[None, :], mask=seen, other=0.0).to(tl.float32)
+        to = ((n * OMEGA + j) * G + g)[:, None] * D + c[None, :]
+        tl.store(turned + to, (plain * scale).to(kind), mask=seen)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLAIN)
 def arena(
     query, arena_key, arena_value, arena_ids, arena_count, pads, clock,
     part_out, part_lse, raw,
@@ -216,7 +222,7 @@ def _store_part(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLAIN)
 def ledger(
     turned, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
     ledger_ids, live_count, shift, cos, sin,
@@ -391,7 +397,7 @@ def _joint_lse(part_lse, n, parts, G: tl.constexpr, GP: tl.constexpr, PP: tl.con
     return top + tl.log2(tl.sum(tl.exp2(each - top[None, :]), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_PLAIN)
 def merge(
     part_out, part_lse, out, lse,
     raw_arena, arena_scores, arena_count, raw_ledger, ledger_scores, live_count,

@@ -10,6 +10,8 @@ from typing import Any
 
 MASS_TILE = 128
 """Slots whose masses one program of `merge` adds."""
+MAX_PARTS = 128
+"""Most partial results of a head."""
 SMALLEST = 16
 """Least edge of a tile in a tensor-core product."""
 
@@ -29,6 +31,7 @@ class KernelShape:
         masses: whether windows are scored in the step.
         wide_arena: products over the arena in float32. wide_ledger: those over codes too, else in float16.
         assembly: unpack codes by PTX; only NVIDIA's compiler takes it.
+        stages: tiles of codes in flight, the one in use included.
     """
 
     group: int
@@ -45,6 +48,7 @@ class KernelShape:
     wide_arena: bool
     wide_ledger: bool
     assembly: bool
+    stages: int = 2
 
     @property
     def padded_dim(self) -> int:
@@ -82,9 +86,9 @@ class KernelShape:
     def _pairs(self) -> dict[str, Any]:
         return {"HALF": self.half, "HP": max(SMALLEST, power_of_two(self.half))}
 
-    def prepare(self, turn: bool) -> dict[str, Any]:
-        """Constants of `prepare`; `turn` says whether there are codes to attend to."""
-        return {**self._heads(), **self._grid(), **self._pairs(), "ROPE_SCALE": self.rope_scale, "TURN": turn}
+    def prepare(self) -> dict[str, Any]:
+        """Constants of `prepare`."""
+        return {**self._heads(), **self._grid(), **self._pairs(), "ROPE_SCALE": self.rope_scale}
 
     def arena(self) -> dict[str, Any]:
         """Constants of `arena`."""
@@ -113,12 +117,17 @@ class KernelShape:
             "ASM": self.assembly,
         }
 
-    def merge(self, parts: int) -> dict[str, Any]:
-        """Constants of `merge` for so many partial results."""
-        return {**self._heads(), "PP": power_of_two(parts), "TILE": MASS_TILE, "MASS": self.masses}
+    def merge(self) -> dict[str, Any]:
+        """Constants of `merge`."""
+        return {**self._heads(), "PP": MAX_PARTS, "TILE": MASS_TILE, "MASS": self.masses}
+
+    def launch(self, kernel: str) -> dict[str, Any]:
+        """Constants and options of the kernel of that name."""
+        constants: dict[str, Any] = getattr(self, kernel)()
+        return {**constants, **self.options(kernel)}
 
     def options(self, kernel: str) -> dict[str, Any]:
         """How a kernel is compiled: warps, stages, fused multiply-adds."""
         warps = {"prepare": 1, "ledger": 8 if self.padded_dim > 128 else 4}.get(kernel, 4)
-        stages = 1 if kernel == "ledger" else 2
+        stages = self.stages if kernel == "ledger" else 2
         return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}

@@ -38,12 +38,12 @@ def mixed_counts(counts: Tensor, kept: int, floor: float) -> Tensor:
     The original rounds each head by itself and may lose a slot.
     """
     heads = counts.shape[-1]
-    wanted = counts.double() * (1.0 - floor) + floor * kept
+    wanted = counts.cpu().double() * (1.0 - floor) + floor * kept
     whole = (wanted + 1e-9).floor()
-    missing = (counts.sum(-1) - whole.sum(-1)).round().long()
+    missing = (counts.cpu().sum(-1) - whole.sum(-1)).round().long()
     # Equal remainders give the slot to the lower head.
-    order = ranks(((wanted - whole) * 1e6).round() - torch.arange(heads, device=counts.device) * 1e-3)
-    return whole.long() + (order < missing[:, None]).long()
+    order = ranks(((wanted - whole) * 1e6).round() - torch.arange(heads) * 1e-3)
+    return (whole.long() + (order < missing[:, None]).long()).to(counts.device)
 
 
 def ada_mask(scores: Tensor, kept: int, floor: str, share: float) -> Tensor:

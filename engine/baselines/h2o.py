@@ -28,6 +28,7 @@ class HeavyPool(Resident):
     def __init__(self, part: Staged, context: Context, capacity: int) -> None:
         batch, heads, tokens, _ = part.key.shape
         self._capacity, self._columns = capacity, 0
+        self._padded = any(context.pads)
         device = part.key.device
         self._dtype = context.dtype
         self.key = part.key.new_empty(batch, heads, 0, part.key.shape[3], dtype=context.dtype)
@@ -96,10 +97,6 @@ class HeavyPool(Resident):
     def _bias(self) -> Tensor | None:
         column = self.column[:, :, : self.used]
         return torch.where(column < 0, MASKED, 0.0).unsqueeze(2) if self._padded else None
-
-    @property
-    def _padded(self) -> bool:
-        return bool((self.column[:, :, : self.used] < 0).any())
 
     def parts(self, query: Tensor, scale: float, softcap: float | None) -> list[tuple[Tensor, Tensor]]:
         key, value = self.key[:, :, : self.used], self.value[:, :, : self.used]

@@ -59,12 +59,15 @@ def kmeans(points: Tensor, weights: Tensor | None, count: int, rounds: int = ROU
     Args:
         points: float [N]. weights: [N] or None.
     """
-    points, order = points.double().sort()
-    weights = torch.ones_like(points) if weights is None else weights.double()[order]
+    device = points.device
+    points, order = points.cpu().double().sort()
+    weights = torch.ones_like(points) if weights is None else weights.cpu().double()[order]
     distinct = points.unique()
     if len(distinct) <= count:
-        return torch.nn.functional.pad(distinct, (0, count - len(distinct)), value=float(distinct[-1])).float()
-    at = (torch.arange(count, device=points.device, dtype=torch.float64) + 0.5) / count
+        return (
+            torch.nn.functional.pad(distinct, (0, count - len(distinct)), value=float(distinct[-1])).float().to(device)
+        )
+    at = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     centroids = torch.quantile(distinct, at)
     mass = torch.nn.functional.pad(weights.cumsum(0), (1, 0))
     moment = torch.nn.functional.pad((weights * points).cumsum(0), (1, 0))
@@ -77,7 +80,7 @@ def kmeans(points: Tensor, weights: Tensor | None, count: int, rounds: int = ROU
         if torch.equal(moved, centroids):
             break
         centroids = moved
-    return centroids.sort().values.float()
+    return centroids.sort().values.float().to(device)
 
 
 def nearest(values: Tensor, lut: Tensor) -> Tensor:

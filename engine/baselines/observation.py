@@ -75,20 +75,35 @@ def with_window(scores: Tensor, window: int, valid: Tensor) -> Tensor:
     return full.masked_fill(~valid.unsqueeze(1), -torch.inf)
 
 
+def output_weight(module: nn.Module, width: int, like: Tensor) -> Tensor:
+    """Weight of the attention's output projection, float32 [hidden, width].
+
+    A projection that holds its weight in another form is asked what it does to unit vectors.
+
+    Raises:
+        UnsupportedModelError: the module has no o_proj of this width.
+    """
+    projection = getattr(module, "o_proj", None)
+    if isinstance(projection, nn.Linear) and projection.weight.shape[1] == width:
+        return projection.weight.detach().float()
+    if isinstance(projection, nn.Module) and getattr(projection, "in_features", None) == width:
+        with torch.no_grad():
+            units = torch.eye(width, dtype=like.dtype, device=like.device)
+            answer: Tensor = projection(units) - projection(torch.zeros_like(units[:1]))
+        return answer.float().T
+    raise UnsupportedModelError(
+        f"{type(module).__name__} must have an o_proj over {width} channels: this system weighs values by it."
+    )
+
+
 def value_norms(staged: Staged, num_heads: int) -> Tensor:
     """mean over the group of ‖v · W_o^h‖₁ for every token, float32 [B, H_kv, P].
 
     Raises:
         UnsupportedModelError: the attention module has no o_proj of the usual shape.
     """
-    projection = getattr(staged.module, "o_proj", None)
     batch, kv, tokens, dim = staged.value.shape
-    if not isinstance(projection, nn.Linear) or projection.weight.shape[1] != num_heads * dim:
-        raise UnsupportedModelError(
-            f"{type(staged.module).__name__} must have a linear o_proj over {num_heads} heads of {dim}: this system "
-            "weighs values by it."
-        )
-    weight = projection.weight.detach().float().view(-1, kv, num_heads // kv, dim)
+    weight = output_weight(staged.module, num_heads * dim, staged.value).view(-1, kv, num_heads // kv, dim)
     value = staged.value.float()
     total = torch.zeros(batch, kv, tokens, device=value.device)
     for member in range(num_heads // kv):

@@ -27,7 +27,7 @@ class _Event:
     kinds: list[Tensor]
     """per system float32 [L, H_kv, columns, 2]: evicted, quantized."""
     sums: list[Tensor]
-    """per system float64 [L, H_q, 2]."""
+    """per system float64 [L, H_q, 2], on the CPU."""
     whole: Tensor
     """float64 [L, H_q]."""
     steps: int = 0
@@ -82,8 +82,8 @@ class FutureMasses:
         for table in residencies:
             there = table.to(self._device)
             kinds.append(torch.stack([there == Tier.EVICTED, there == Tier.QUANT], -1).float())
-        sums = [torch.zeros(*self._size, 2, dtype=torch.float64, device=self._device) for _ in residencies]
-        whole = torch.zeros(self._size, dtype=torch.float64, device=self._device)
+        sums = [torch.zeros(*self._size, 2, dtype=torch.float64) for _ in residencies]
+        whole = torch.zeros(self._size, dtype=torch.float64)
         self._open.append(_Event(columns, kinds, sums, whole))
         self._age.append(0)
 
@@ -91,10 +91,10 @@ class FutureMasses:
         if self._steps:
             for event in self._open:
                 mass = self._mass[:, :, : event.columns]
-                event.whole += mass.sum(-1, dtype=torch.float64)
+                event.whole += mass.sum(-1).cpu()
                 grouped = mass.unflatten(1, (self._kv, -1))
                 for kinds, total in zip(event.kinds, event.sums, strict=True):
-                    total += (grouped @ kinds).flatten(1, 2)
+                    total += (grouped @ kinds).flatten(1, 2).cpu()
                 event.steps += self._steps
             self._age = [age + 1 for age in self._age]
         self._mass.zero_()

@@ -228,6 +228,8 @@ class RivalCache(Cache):
     ) -> Tensor:
         """Stores the new keys and values of one managed layer and attends: [B, H_q, T, d] in and out."""
         tokens = query.shape[2]
+        if not tokens:
+            return torch.zeros_like(query)
         if layer == 0:
             self._begin(query, key, mask, position_ids, scale, softcap)
         self._owned[layer].seen += tokens
@@ -271,7 +273,9 @@ class RivalCache(Cache):
             self._shift = position_shift(position_ids, batch, tokens)
         if batch != self.batch:
             raise CacheUseError(f"the cache holds {self.batch} batch rows, a forward of {batch} came.")
-        if mask is not None and self.columns:
+        if self._owned[-1].seen != self.columns:
+            raise CacheUseError("an earlier forward with this cache did not finish: call reset() or build another one.")
+        if tokens > 1 and mask is not None and self.columns:
             check_padding(mask, self._pads, self.columns + tokens)
         self._scale, self._softcap = scale, softcap
         if tokens == 1 and self.columns:

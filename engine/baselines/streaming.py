@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.attention.softmax import merge
 from engine.baselines.base import MASKED, Context, Resident, Rival, RunPlan, Staged, full_attend, require
 from engine.baselines.kept import GROW
 from engine.baselines.matching import fit_tokens
@@ -54,6 +53,7 @@ class Ring(Resident):
         batch, heads, tokens, dim = part.key.shape
         self._sinks, self._recent, self._table, self._owner = sinks, recent, table, owner
         self._counter = counter
+        self._pad_list = list(context.pads)
         self._pads = torch.tensor(context.pads, device=part.key.device)
         self._columns = tokens
         counts = tokens - self._pads
@@ -69,24 +69,30 @@ class Ring(Resident):
 
     def _note(self) -> None:
         """Facts that depend on the count alone: workspace."""
-        lengths = [self._columns - int(pad) for pad in self._pads.tolist()]
+        lengths = [self._columns - pad for pad in self._pad_list]
         self._filled = [min(length, self._sinks + self._recent) for length in lengths]
         self._dropped = [length - filled for length, filled in zip(lengths, self._filled, strict=True)]
         self._counter.fill_(self._columns)
 
     def append(self, key: Tensor, value: Tensor) -> None:
-        rows = torch.arange(key.shape[0], device=key.device)
         for token in range(key.shape[2]):
-            at = self._columns - self._pads
-            slot = torch.where(at < self._sinks, at, self._sinks + torch.remainder(at - self._sinks, self._recent))
-            if self._columns >= self.key.shape[2] and int(slot.max()) >= self.key.shape[2]:
+            slots = [self._slot(self._columns - pad) for pad in self._pad_list]
+            if max(slots) >= self.key.shape[2]:
                 size = (*self.key.shape[:2], GROW, self.key.shape[3])
                 self.key = torch.cat([self.key, self.key.new_zeros(size)], 2)
                 self.value = torch.cat([self.value, self.value.new_zeros(size)], 2)
-            self.key[rows, :, slot] = key[:, :, token].to(self.key.dtype)
-            self.value[rows, :, slot] = value[:, :, token].to(self.value.dtype)
+            if len(set(slots)) == 1:
+                self.key[:, :, slots[0]], self.value[:, :, slots[0]] = key[:, :, token], value[:, :, token]
+            else:
+                rows, places = torch.arange(len(slots), device=key.device), torch.tensor(slots, device=key.device)
+                self.key[rows, :, places] = key[:, :, token].to(self.key.dtype)
+                self.value[rows, :, places] = value[:, :, token].to(self.value.dtype)
             self._columns += 1
         self._note()
+
+    def _slot(self, token: int) -> int:
+        """Where a row's token goes."""
+        return token if token < self._sinks else self._sinks + (token - self._sinks) % self._recent
 
     def _bias(self, begin: int, end: int, device: torch.device) -> Tensor | None:
         if min(self._filled) >= end:
@@ -109,10 +115,6 @@ class Ring(Resident):
         cos, sin = self._table.cos[back][:, None, None], self._table.sin[back][:, None, None]
         turned = rotate(query.float(), cos, -sin).to(query.dtype)
         return [over(turned, 0, split), over(query, split, end)]
-
-    def step(self, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None) -> Tensor:
-        self.append(key, value)
-        return merge(self.parts(query, scale, softcap))[0].to(query.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         end = max(self._filled)
@@ -150,6 +152,7 @@ class Ring(Resident):
     def select(self, rows: Tensor) -> None:
         self.key, self.value = self.key.index_select(0, rows), self.value.index_select(0, rows)
         self._pads = self._pads.index_select(0, rows)
+        self._pad_list = [self._pad_list[row] for row in rows.tolist()]
         self._note()
 
 

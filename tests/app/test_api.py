@@ -14,9 +14,12 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from starlette.middleware import Middleware
 
-from app.api import SECURITY_HEADERS, create_router
+from app.api import include_routes
+from app.api_route import SECURITY_HEADERS
 from app.context import AppContext, create_context
+from app.gate import Gate
 from app.main import StartError, serve
 from app.run_body import build_request
 from app.settings import ASSETS, Settings
@@ -33,8 +36,9 @@ class Server:
         self.engine = engine
         settings = Settings(data_dir=folder, **{"max_prompt_chars": 1000, "max_new_tokens": 5000, **limits})
         self.context: AppContext = create_context(settings, engine=engine, loader=FakeLoader(), options=FakeOptions)
-        app = FastAPI()
-        app.include_router(create_router(self.context))
+        gate = Middleware(Gate, settings=settings, signature=self.context.signature)
+        app = FastAPI(docs_url=None, openapi_url=None, middleware=[gate])
+        include_routes(app, self.context)
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}/qe"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sqlite3
+import json
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,7 +157,7 @@ def test_an_error_is_said_once(open_page: Callable[..., Any], artifacts: Path) -
 def test_the_key_that_folds_the_panel_is_not_the_boards(open_page: Callable[..., Any]) -> None:
     page = open_page()
     opened = "document.querySelector('.sidebar').classList.contains('open')"
-    page.locator("#qe-live-board").focus()
+    page.locator("#qe-live-board .qe").focus()
     for key in ("[", "]"):
         page.keyboard.press(key)
         assert page.evaluate(opened)
@@ -164,7 +165,7 @@ def test_the_key_that_folds_the_panel_is_not_the_boards(open_page: Callable[...,
     page.locator("#qe-new-tokens input").focus()
     page.keyboard.press("s")
     assert page.evaluate(opened)
-    page.locator("#qe-live-board").focus()
+    page.locator("#qe-live-board .qe").focus()
     page.keyboard.press("s")
     page.wait_for_function(f"!{opened}")
     page.keyboard.press("?")
@@ -172,6 +173,8 @@ def test_the_key_that_folds_the_panel_is_not_the_boards(open_page: Callable[...,
 
 
 def _states(server: ServerProcess, *sessions: str) -> list[str]:
-    with sqlite3.connect(server.log.parent / "data" / "sessions.db") as base:
-        found = dict(base.execute("select id, state from sessions").fetchall())
-    return [found[session] for session in sessions]
+    found = []
+    for session in sessions:
+        with urllib.request.urlopen(f"{server.url}qe/s/{session}", timeout=30) as answer:
+            found.append(str(json.load(answer)["state"]))
+    return found

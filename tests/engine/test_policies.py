@@ -8,16 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.adapter import cache_keyword
+from engine.cache import RoutingRecord
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
-from engine.evaluation.live import run_live
+from engine.evaluation.live import HeadScores, run_live
 from engine.evaluation.recording import record
 from engine.metrics.fmm import FutureMass
 from engine.metrics.history import TierHistory
 from engine.policies import (
     FullTrace,
     Policy,
-    PolicyRun,
     by_blocks,
     event_boundaries,
     future_shares,
@@ -225,12 +226,27 @@ def test_recorded_attention_is_the_models_own() -> None:
     torch.testing.assert_close(trace.step_mass, truth[:, :, 16:].permute(2, 0, 1, 3), atol=1e-5, rtol=1e-4)
 
 
-def test_live_scores_by_head_add_up_to_the_caches_own() -> None:
+def test_live_scores_by_head_average_to_what_the_cache_ranks_by() -> None:
     loaded = tiny_loaded(positions=512)
-    ids = [int(i) for i in torch.randint(0, 250, (128,), generator=torch.Generator().manual_seed(4))]
-    trace = record(loaded, ids, 96)
-    policy = Policy("R3", CONFIG.replace(local_tokens=None))
-    live = run_live(loaded, ids, trace, policy)
-    # The run ranks by head means: summed over Q they must equal the heads' own sums at every event.
-    assert live.agreement is not None and np.isfinite(live.agreement.interval_ratio[1:]).any()
-    assert isinstance(live.run, PolicyRun)
+    ids = torch.randint(0, 250, (1, 128), generator=torch.Generator().manual_seed(4))
+    trace = record(loaded, ids[0].tolist(), 96)
+    cache = HeadScores(loaded.model, CONFIG.replace(planned_new_tokens=32, backend="sdpa", local_tokens=None))
+    prompt = by_blocks(trace.prompt_mass, CONFIG).mean(1)
+    compared = 0
+
+    def check(record: RoutingRecord) -> None:
+        nonlocal compared
+        if cache.heads is None:
+            return
+        own = torch.nn.functional.pad(prompt, (0, cache.heads.shape[2] - prompt.shape[1])) + cache.heads.mean(1)
+        ranked = record.scores > 0
+        torch.testing.assert_close(own[:, : ranked.shape[1]][ranked], record.scores[ranked], atol=1e-3, rtol=1e-3)
+        compared += int((ranked & (record.before == Q)).sum())
+
+    cache.on_route = check
+    given = {cache_keyword(loaded.model): cache}
+    with torch.inference_mode():
+        loaded.model(ids[:, :96], **given)
+        for at in range(96, 128):
+            loaded.model(ids[:, at : at + 1], **given)
+    assert compared > 10

@@ -15,7 +15,7 @@ from engine.attention.softmax import merge
 from engine.baselines import registry
 from engine.baselines.kvquant import KVQuant
 from engine.baselines.matching import BudgetSpec
-from engine.errors import BudgetError
+from engine.errors import BudgetError, CacheUseError
 from engine.trace import Tier
 from tests.engine.baselines.matrix import (
     BUDGETED,
@@ -160,10 +160,13 @@ def test_an_exception_leaves_the_model_as_it_was(system: str) -> None:
     before = feed(model, DynamicCache(config=model.model.config), ids)
     hook = model.model.model.layers[1].register_forward_pre_hook(_fail)
     try:
+        cache = build(system)
         with pytest.raises(ZeroDivisionError):
-            feed(model, build(system), ids)
+            feed(model, cache, ids)
     finally:
         hook.remove()
+    with pytest.raises(CacheUseError, match=r"did not finish|attended without"):
+        feed(model, cache, ids)
     assert torch.equal(feed(model, DynamicCache(config=model.model.config), ids), before)
 
 
