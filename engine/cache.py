@@ -64,7 +64,8 @@ class QEvictCache(Cache):
         self._managed = managed
         self._owned: list[QEvictLayer] = [layer for layer in layers if isinstance(layer, QEvictLayer)]
         attention = attention_module(model, managed[0])
-        self.device = next(attention.parameters()).device
+        parameter = next(attention.parameters())
+        self.device, self._weights_dtype = parameter.device, parameter.dtype
         layer_types = getattr(text, "layer_types", None)
         self._rope = RopeTable(find_rotary(model), layer_types[managed[0]] if layer_types else None, self.device)
         self._num_heads = int(text.num_attention_heads)
@@ -160,6 +161,27 @@ class QEvictCache(Cache):
     def board(self) -> Tensor:
         """Tier of every block after the newest event, uint8 [N, blocks]: workspace that diagnostics read."""
         return self._tiers.tiers
+
+    @property
+    def aged_blocks(self) -> int:
+        """Leading blocks that had aged at the newest event."""
+        return self._tiers.aged
+
+    @property
+    def rope(self) -> RopeTable:
+        """The model's rotation, with tables that grow."""
+        return self._rope
+
+    def adopt(self, state: KVState, plans: list[Plan], board: Tensor, aged: int, num_events: int) -> None:
+        """Takes over a state with its pools, as `prefix.put` restores it."""
+        self.forget()
+        self._state, self._plans = state, list(plans)
+        self._tiers.tiers, self._tiers.aged = board, aged
+        self._model_dtype = self._weights_dtype
+        self.num_events = num_events
+        self._owned = [layer for layer in self.layers if isinstance(layer, QEvictLayer)]
+        for layer in self._owned:
+            layer.seen = state.columns
 
     def settle(self) -> None:
         """Ends a staged prompt now, as the next single-token forward would."""

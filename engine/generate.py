@@ -25,6 +25,7 @@ from engine.config import QEvictConfig
 from engine.errors import ConfigError, OutOfMemoryError, PromptError
 from engine.models import LoadedModel
 from engine.pieces import PieceDecoder, pieces_of
+from engine.prefix import PrefixStore, put, take
 from engine.readings import keyframe, memory_reading, routing_event, score_event
 from engine.reference import Reference
 from engine.trace import (
@@ -141,6 +142,8 @@ def generate(
     watched_row: Callable[[], int] | None = None,
     should_stop: Callable[[], bool] | None = None,
     policy: str = "qevict",
+    document: str = "",
+    prefixes: PrefixStore | None = None,
 ) -> Iterator[TraceEvent]:
     """Runs one prompt and yields its trace; events carry seq 0, 1, 2, ….
 
@@ -152,11 +155,14 @@ def generate(
         watched_row: board row whose scores are recorded at each event; None = one after the other.
         should_stop: asked between tokens and prompt chunks; True ends the run with a summary.
         policy: name that the trace carries.
+        document: text in front of the prompt that is compressed on its own, before the prompt is read. The same
+            document asked again then starts from `prefixes`, unless a reference must see it in full precision.
+        prefixes: where such documents are kept; None keeps none.
 
     Raises:
         PromptError, BudgetError, BackendError, UnsupportedModelError, OutOfMemoryError: before or during the run.
     """
-    run = _Run(loaded, prompt, config or QEvictConfig(), options or RunOptions(), session, policy)
+    run = _Run(loaded, prompt, config or QEvictConfig(), options or RunOptions(), session, policy, document, prefixes)
     seq = 0
     try:
         for event in run.events(watched_row, should_stop):
@@ -179,6 +185,21 @@ def _prompt_parts(ids: list[int], chunk: int) -> list[list[int]]:
     return [ids[begin:end] for begin, end in zip(starts, [*starts[1:], len(ids)], strict=True)]
 
 
+def _split_ids(loaded: LoadedModel, document: str, prompt: str, chat: bool) -> tuple[list[int], int]:
+    """All token ids, and how many of them are the document; 0 where there is none."""
+    if not document.strip():
+        return prompt_ids(loaded, prompt, chat), 0
+    if not prompt.strip():
+        raise PromptError("a document must come with a question: the prompt is empty.")
+    whole = prompt_ids(loaded, f"{document}\n\n{prompt}", chat)
+    alone = prompt_ids(loaded, document, chat)
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone))
+    )
+    # A forward of one token would count as decoding: both parts need two.
+    return whole, shared if 2 <= shared <= len(whole) - 2 else 0
+
+
 def _numbered(event: TraceEvent, seq: int) -> TraceEvent:
     object.__setattr__(event, "seq", seq)
     return event
@@ -188,10 +209,21 @@ class _Run:
     """One run: settled at construction, so that mistakes show before any work."""
 
     def __init__(
-        self, loaded: LoadedModel, prompt: str, config: QEvictConfig, options: RunOptions, session: str, policy: str
+        self,
+        loaded: LoadedModel,
+        prompt: str,
+        config: QEvictConfig,
+        options: RunOptions,
+        session: str,
+        policy: str,
+        document: str,
+        prefixes: PrefixStore | None,
     ) -> None:
         self.loaded, self.options, self.session, self.policy = loaded, options, session, policy
-        self.ids = prompt_ids(loaded, prompt, options.chat)
+        self.ids, self.split = _split_ids(loaded, document, prompt, options.chat)
+        self.prefixes = prefixes
+        self.prefix_used = False
+        self._logits = torch.empty(0)
         room = loaded.max_positions - len(self.ids)
         if room < 1:
             raise PromptError(
@@ -204,12 +236,15 @@ class _Run:
         self.cache = QEvictCache(loaded.model, self.config)
         shape = model_shape(loaded, self.config)
         self.shape = KVShape(len(self.cache.managed_layers), shape.num_kv_heads, shape.head_dim, shape.element_bytes)
-        self.plan: Plan = make_plan(self.config, self.shape, len(self.ids))
+        first: Plan = make_plan(self.config, self.shape, self.split or len(self.ids))
+        settled = self.config.replace(local_tokens=first.local_tokens)
+        self.plan: Plan = make_plan(settled, self.shape, len(self.ids)) if self.split else first
         self.notices += self.plan.notices
         self.tally = _Tally()
         self.records: list[RoutingRecord] = []
         self.cache.on_route = self.records.append
-        self.cache.expected_columns = len(self.ids)
+        self.cache.expected_columns = self.split or len(self.ids)
+        self.with_reference = options.reference and len(self.ids) > 1 and config.prefill_routing == "end"
         self.reference: Reference | None = None
         self.fed: list[int] = []
         """Tokens that the run has seen and the reference has not."""
@@ -224,24 +259,48 @@ class _Run:
         began = time.perf_counter()
         stopped = should_stop or (lambda: False)
         yield self._meta()
-        logits: Tensor | None = None
         done = 0
-        for part in _prompt_parts(self.ids, self.options.prefill_chunk or PREFILL_CHUNK):
-            if stopped():
-                yield self._end("stop")
-                return
-            self.tally.prefill_seconds += self._forward(part)
-            logits = self._logits
-            done += len(part)
-            yield Progress("prefill", done, len(self.ids))
-        if logits is None:
-            raise PromptError("the prompt has no token.")
-        if self.options.reference and len(self.ids) > 1 and self.config.prefill_routing == "end":
-            self.reference = Reference(self.loaded.model, self.cache, self.new_tokens, self.options.horizon)
-        with torch.inference_mode():
-            self.cache.settle()
-        yield from self._routed(watched_row)
-        yield from self._decode(logits, began, watched_row, stopped)
+        for begin, end in ((0, self.split), (self.split, len(self.ids))):
+            if begin == end:
+                continue
+            key = PrefixStore.key(self.loaded, self.config, self.ids[:end], self.cache.backend_name)
+            if end == self.split and self._restore(key):
+                done = end
+                yield Progress("prefill", done, len(self.ids))
+                yield from self._routed(watched_row)
+                continue
+            for part in _prompt_parts(self.ids[begin:end], self.options.prefill_chunk or PREFILL_CHUNK):
+                if stopped():
+                    yield self._end("stop")
+                    return
+                self.tally.prefill_seconds += self._forward(part)
+                done += len(part)
+                yield Progress("prefill", done, len(self.ids))
+            if self.with_reference and self.reference is None:
+                room = len(self.ids) - end + self.new_tokens
+                self.reference = Reference(self.loaded.model, self.cache, room, self.options.horizon)
+            elif self.reference is not None:
+                self.fed += self.ids[begin:end]
+            with torch.inference_mode():
+                self.cache.settle()
+                if end == self.split and self.prefixes is not None:
+                    self.prefixes.add(key, take(self.cache, self.records, self._logits))
+            yield from self._routed(watched_row)
+        yield from self._decode(self._logits, began, watched_row, stopped)
+
+    @torch.inference_mode()
+    def _restore(self, key: str) -> bool:
+        """Starts from a kept document, if there is one and no reference has to see it in full precision."""
+        if self.prefixes is None or self.with_reference:
+            return False
+        snapshot = self.prefixes.get(key)
+        if snapshot is None:
+            return False
+        put(self.cache, snapshot)
+        self._logits = snapshot.logits
+        self.records += snapshot.events
+        self.prefix_used = True
+        return True
 
     def _decode(
         self,
@@ -336,7 +395,7 @@ class _Run:
             logits_to_keep=1,
             **{cache_keyword(model): self.cache},
         )
-        self._logits: Tensor = output.logits[0, -1].float()
+        self._logits = output.logits[0, -1].float()
         return time.perf_counter() - began
 
     def _sample(self, logits: Tensor) -> int:
@@ -380,7 +439,7 @@ class _Run:
             bits=config.bits,
             kv_dtype=self.kv_dtype,
             backend=self.cache.backend_name,
-            reference="fullkv-teacher" if self.options.reference else "none",
+            reference="fullkv-teacher" if self.with_reference else "none",
             prompt_tokens=len(self.ids),
             planned_tokens=planned,
             full_window_bytes=plan.costs.full,
@@ -436,6 +495,7 @@ class _Run:
                 "kv_dtype": self.kv_dtype,
                 "prefill_peak_bytes": cache.prefill_peak_bytes,
                 "scoring_bytes": cache.scoring_bytes,
+                "prefix_bytes": 0 if self.prefixes is None else self.prefixes.nbytes,
                 "lane_padding_bytes": 0 if store is None else store.lane_padding_bytes,
             },
             "metrics": _mean_metrics(tally.late),
@@ -447,6 +507,8 @@ class _Run:
             },
             "timing": {
                 "prompt_tokens": len(self.ids),
+                "document_tokens": self.split,
+                "prefix_used": self.prefix_used,
                 "ttft_ms": tally.ttft_seconds * 1e3,
                 "tpot_ms": tally.decode_seconds / steps * 1e3,
                 "tokens_per_s": steps / tally.decode_seconds if tally.decode_seconds else 0.0,
