@@ -193,9 +193,8 @@ def _split_ids(loaded: LoadedModel, document: str, prompt: str, chat: bool) -> t
         raise PromptError("a document must come with a question: the prompt is empty.")
     whole = prompt_ids(loaded, f"{document}\n\n{prompt}", chat)
     alone = prompt_ids(loaded, document, chat)
-    shared = next(
-        (i for i, (a, b) in enumerate(zip(whole, alone, strict=False)) if a != b), min(len(whole), len(alone))
-    )
+    pairs = enumerate(zip(whole, alone, strict=False))
+    shared = next((place for place, (a, b) in pairs if a != b), min(len(whole), len(alone)))
     # A forward of one token would count as decoding: both parts need two.
     return whole, shared if 2 <= shared <= len(whole) - 2 else 0
 
