@@ -125,8 +125,7 @@ def make_plan(config: QEvictConfig, shape: KVShape, prompt_tokens: int, *, padde
     grid = Grid(config.window_size, config.sink_tokens)
     sink_blocks = grid.sink_blocks + (1 if padded else 0)
     full_total = shape.token_bytes * planned
-    window = costs.quant if config.quant_share > 0 else costs.full
-    smallest = _smallest_total(config, costs, sink_blocks, window)
+    smallest = _smallest_total(config, costs, sink_blocks)
     if config.kv_budget_bytes is not None:
         total = config.kv_budget_bytes // shape.num_layers
     elif config.kv_budget == 1.0:
@@ -136,8 +135,8 @@ def make_plan(config: QEvictConfig, shape: KVShape, prompt_tokens: int, *, padde
     local = _local_tokens(config, costs, total)
     local_blocks = (local + config.interval) // config.window_size
     history = total - (sink_blocks + local_blocks) * costs.full
-    if history < window:
-        share = _feasible_share(config, costs, sink_blocks, window, smallest, full_total)
+    if history < _window(config, costs):
+        share = _share_up(smallest, full_total)
         raise BudgetError(
             f"kv_budget must hold sink, local region and one window: {total:,} bytes per layer came, the smallest "
             f"feasible is {smallest:,}, a budget of {share:.4g} of the full cache at {planned:,} planned tokens. "
@@ -196,36 +195,32 @@ def _whole(
 
 
 def _local_tokens(config: QEvictConfig, costs: WindowCosts, total: int) -> int:
-    """The largest multiple of Ω, at least one window, whose peak fits `local_share` of the budget."""
+    """The largest multiple of Ω, at least one window, whose peak fits `local_share` of the budget.
+
+    It leaves room for the sink, of a padded row too, and for one window: so that a larger budget is never
+    infeasible where a smaller one was not, and the rows of a batch share one local region.
+    """
     if config.local_tokens is not None:
         return config.local_tokens
-    peak_blocks = int(config.local_share * total) // costs.full
+    sink_blocks = Grid(config.window_size, config.sink_tokens).sink_blocks + 1
+    room = total - sink_blocks * costs.full - _window(config, costs)
+    peak_blocks = min(int(config.local_share * total), room) // costs.full
     interval_blocks = config.interval // config.window_size
     return max(1, peak_blocks - interval_blocks) * config.window_size
 
 
-def _smallest_total(config: QEvictConfig, costs: WindowCosts, sink_blocks: int, window: int) -> int:
+def _window(config: QEvictConfig, costs: WindowCosts) -> int:
+    """Bytes of the cheapest history window that this configuration keeps."""
+    return costs.quant if config.quant_share > 0 else costs.full
+
+
+def _smallest_total(config: QEvictConfig, costs: WindowCosts, sink_blocks: int) -> int:
     """Smallest budget in bytes per layer: sink + local at its smallest peak + one window."""
     local = config.local_tokens or config.window_size
     blocks = sink_blocks + (local + config.interval) // config.window_size
-    total = blocks * costs.full + window
-    while True:
-        grown = (_local_tokens(config, costs, total) + config.interval) // config.window_size
-        need = (sink_blocks + grown) * costs.full + window
-        if need <= total:
-            return total
-        total = need
+    return blocks * costs.full + _window(config, costs)
 
 
-def _feasible_share(
-    config: QEvictConfig, costs: WindowCosts, sink_blocks: int, window: int, smallest: int, whole: int
-) -> float:
-    """The smallest feasible share in steps of 1e-4: rounding up may let the local region grow, and need more."""
-    steps = -(-smallest * 10_000 // max(1, whole))
-    while steps < 10_000:
-        total = int(steps / 10_000 * whole + 1e-6)
-        blocks = sink_blocks + (_local_tokens(config, costs, total) + config.interval) // config.window_size
-        if total >= blocks * costs.full + window:
-            break
-        steps += 1
-    return steps / 10_000
+def _share_up(part: int, whole: int) -> float:
+    """part / whole, rounded up to 1e-4 so that the named budget really works."""
+    return -(-part * 10_000 // max(1, whole)) / 10_000

@@ -64,7 +64,7 @@ class QEvictLayer(CacheLayerMixin):
         if self.pending:
             self.pending = False
             raise CacheUseError(
-                "a QEvict cache must be used with its own attention function: the model attended without it. "
+                "this cache must be used with its own attention function: the model attended without it. "
                 "Build the cache from the model that runs, and keep its attention implementation."
             )
         self.pending = True

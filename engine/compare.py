@@ -40,10 +40,10 @@ from engine.comparison import (
     relative_error,
 )
 from engine.errors import ConfigError, OutOfMemoryError, PromptError
-from engine.generate import PREFILL_CHUNK, _eos_ids, prompt_ids
+from engine.generate import PREFILL_CHUNK, eos_ids, prompt_ids
 from engine.models import LoadedModel
 from engine.pieces import PieceDecoder, pieces_of
-from engine.trace import Progress
+from engine.trace import Progress, Tier
 
 __all__ = [
     "BudgetSpec",
@@ -170,6 +170,7 @@ class _Comparison:
                 info.storage,
                 dict(choice.parameters),
                 said,
+                rival.notices(self.shape, prompt, run),
                 expected,
             )
         )
@@ -207,7 +208,7 @@ class _Comparison:
     def _teacher(
         self, logits: Tensor, stopped: Callable[[], bool], prefill: float, began: float
     ) -> Iterator[Progress | CompareStep | CompareResult]:
-        ends = _eos_ids(self.loaded)
+        ends = eos_ids(self.loaded)
         decoder = PieceDecoder(self.loaded.tokenizer)
         tokens = [int(logits.argmax())]
         pieces = [decoder.push(tokens[0])]
@@ -271,7 +272,7 @@ class _Comparison:
     def _free(
         self, logits: Tensor, stopped: Callable[[], bool], prefill: float, began: float
     ) -> Iterator[Progress | CompareStep | CompareResult]:
-        ends = _eos_ids(self.loaded)
+        ends = eos_ids(self.loaded)
         runs: list[list[int]] = []
         total = self.new_tokens * (len(self.caches) + 1)
         halted = False
@@ -340,6 +341,9 @@ class _Comparison:
             length = max(1, int(cache.get_seq_length(self.reference.managed_layers[0])))
             result.bytes, result.allocated_bytes = cache.persistent_bytes, cache.allocated_bytes
             result.share = result.bytes / self.shape.full_kv_bytes(length)
+            table = cache.residency()
+            result.full_tokens = float((table == Tier.FULL).float().mean())
+            result.quant_tokens = float((table == Tier.QUANT).float().mean())
             result.ms_per_token = _median_ms(times)
         stored = RunPlan(kv_dtype=self.options.kv_dtype).stored(self.loaded.model.dtype)
         return CompareResult(

@@ -109,8 +109,10 @@ class SystemResult:
 
     Attributes:
         label, family, keeps, storage: see `registry.SystemInfo`.
+        notices: text keys of what a user should know, such as "window_shrunk", "sinks_quantized", "bytes_nominal".
         bytes, allocated_bytes: persistent at the end; the second with spare room. expected_bytes: the accountant's.
         share: bytes over FullKV's in the same kv_dtype and at the same length.
+        full_tokens, quant_tokens: mean share of all tokens, prompt and new, that a head holds at the end.
         ms_per_token: median decode step. compress_ms: what ends the prompt.
         kl, agreement, perplexity, perplexity_difference: against FullKV on its own tokens.
         output_error: mean ‖o - o_full‖ / ‖o_full‖ of attention outputs, per managed layer; lower layers' errors
@@ -127,10 +129,13 @@ class SystemResult:
     storage: str
     parameters: dict[str, Any]
     budget: dict[str, float] | None
+    notices: list[str]
     expected_bytes: int
     bytes: int = 0
     allocated_bytes: int = 0
     share: float = 0.0
+    full_tokens: float = 0.0
+    quant_tokens: float = 0.0
     ms_per_token: float = 0.0
     compress_ms: float = 0.0
     kl: float | None = None

@@ -309,7 +309,7 @@ class _Run:
         stopped: Callable[[], bool],
     ) -> Iterator[TraceEvent]:
         decoder = PieceDecoder(self.loaded.tokenizer)
-        ends = _eos_ids(self.loaded)
+        ends = eos_ids(self.loaded)
         why = "length"
         for number in range(self.new_tokens):
             if stopped():
@@ -536,7 +536,7 @@ def _mean_metrics(late: list[LateMetrics]) -> dict[str, Any] | None:
     }
 
 
-def _eos_ids(loaded: LoadedModel) -> set[int]:
+def eos_ids(loaded: LoadedModel) -> set[int]:
     """All ids that end a sequence for this model."""
     found: set[int] = set()
     for source in (loaded.model.generation_config, loaded.model.config, loaded.tokenizer):

@@ -28,7 +28,7 @@ class PieceDecoder:
         start = max(0, len(self._ids) - self._held - CONTEXT)
         before = self._text(self._ids[start : len(self._ids) - self._held])
         now = self._text(self._ids[start:])
-        if now.endswith("�") and self._held < 5:
+        if now.endswith("�"):
             return ""
         self._held = 0
         return now[len(before) :]

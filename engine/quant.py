@@ -57,14 +57,15 @@ def _round_half(values: Tensor, *, up: bool) -> Tensor:
     return torch.where(out.isfinite(), out, half)
 
 
-def _grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+def min_max_grid(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """(scale, zero) in float16 that cover [low, high]."""
     zero = _round_half(low, up=False)
     step = (high - zero.float()) / (2**bits - 1)
     return _round_half(step.clamp_min(SCALE_FLOOR), up=True), zero
 
 
-def _codes(values: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+def encode(values: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
+    """Codes 0 … 2^bits - 1 against scale and zero as stored, uint8, in the shape of `values`."""
     return ((values - zero.float()) / scale.float()).round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
 
@@ -98,11 +99,11 @@ def quantize(key: Tensor, value: Tensor, bits: int, value_groups: int = 1) -> Qu
         value_groups: channel groups of a value token; 1 = the paper's.
     """
     key, value = key.float(), value.float()
-    k_scale, k_zero = _grid(key.amin(-2), key.amax(-2), bits)
-    k_codes = _codes(key, k_scale.unsqueeze(-2), k_zero.unsqueeze(-2), bits)
+    k_scale, k_zero = min_max_grid(key.amin(-2), key.amax(-2), bits)
+    k_codes = encode(key, k_scale.unsqueeze(-2), k_zero.unsqueeze(-2), bits)
     grouped = value.reshape(*value.shape[:-1], value_groups, value.shape[-1] // value_groups)
-    v_scale, v_zero = _grid(grouped.amin(-1), grouped.amax(-1), bits)  # [..., Ω, GV]
-    v_codes = _codes(grouped, v_scale.unsqueeze(-1), v_zero.unsqueeze(-1), bits).flatten(-2)
+    v_scale, v_zero = min_max_grid(grouped.amin(-1), grouped.amax(-1), bits)  # [..., Ω, GV]
+    v_codes = encode(grouped, v_scale.unsqueeze(-1), v_zero.unsqueeze(-1), bits).flatten(-2)
     return QuantizedWindows(
         key_codes=_pack(k_codes, bits, -2).transpose(-1, -2).contiguous(),
         key_scale=k_scale,

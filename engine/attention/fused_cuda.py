@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from engine.attention import triton_columns, triton_decode
@@ -51,7 +52,10 @@ class _Bound:
 
 
 class FusedCudaBackend(SdpaBackend):
-    """Triton decode and prompt scoring."""
+    """Triton decode and prompt scoring.
+
+    `stages` is how many tiles of codes are in flight at once, the one in use included.
+    """
 
     name = "fused"
 
@@ -62,6 +66,7 @@ class FusedCudaBackend(SdpaBackend):
         self._space: _Workspace | None = None
         self._space_for: tuple[Any, ...] = ()
         self._columns = -1
+        self.stages = 2
         self._fixed: dict[KernelShape, dict[str, dict[str, Any]]] = {}
 
     def decode(
@@ -156,6 +161,7 @@ class FusedCudaBackend(SdpaBackend):
             wide_arena=wide or store.dtype == torch.float32,
             wide_ledger=wide,
             assembly=query.is_cuda and torch.version.cuda is not None,
+            stages=self.stages,
         )
 
     def _tick(self, state: KVState, space: _Workspace) -> None:
@@ -265,6 +271,11 @@ class FusedCudaBackend(SdpaBackend):
             weights=None if weights is None else weights[skip:],
             power=state.ranker.power,
         )
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on a CPU."""
+    return bool(triton.knobs.runtime.interpret)
 
 
 def splits(state: KVState, kernels: KernelShape, device: torch.device) -> tuple[int, int]:

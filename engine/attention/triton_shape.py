@@ -66,6 +66,12 @@ class KernelShape:
         return 16 if self.wide_ledger or self.padded_dim > 128 or self.straight else 32
 
     @property
+    def chunk(self) -> int:
+        """Tokens of a window in one softmax round: their logits stay in registers."""
+        tight = self.wide_ledger or (self.window > 8 and self.padded_dim > 64)
+        return min(self.window, 4 if tight else 8)
+
+    @property
     def straight(self) -> int:
         """Padded number of channels that carry no position; 0 where all do."""
         rest = self.head_dim - 2 * self.half
@@ -111,7 +117,7 @@ class KernelShape:
             "BITS": self.bits,
             "GV": self.value_groups,
             "WINDOWS": self.ledger_windows,
-            "CHUNK": min(8, self.window),
+            "CHUNK": self.chunk,
             "CAPPED": self.capped,
             "MASS": self.masses,
             "ASM": self.assembly,
@@ -128,6 +134,7 @@ class KernelShape:
 
     def options(self, kernel: str) -> dict[str, Any]:
         """How a kernel is compiled: warps, stages, fused multiply-adds."""
-        warps = {"prepare": 1, "ledger": 8 if self.padded_dim > 128 else 4}.get(kernel, 4)
+        broad = self.padded_dim > (64 if self.wide_ledger else 128)
+        warps = {"prepare": 1, "ledger": 8 if broad else 4}.get(kernel, 4)
         stages = self.stages if kernel == "ledger" else 2
         return {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}

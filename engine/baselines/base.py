@@ -217,6 +217,10 @@ class Rival:
         """
         raise NotImplementedError
 
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        """What a user should know about this run of it; text keys, not sentences."""
+        return []
+
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
         """What every layer keeps of a prompt."""
         raise NotImplementedError

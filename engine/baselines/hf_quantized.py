@@ -129,6 +129,9 @@ class HFQuantized(Rival):
         coded = (prompt_tokens + generated - rest) * 2 * shape.num_kv_heads * shape.head_dim
         return shape.num_layers * (coded * self.bits // 8 + coded // self.group_size * 4 + rest * shape.token_bytes)
 
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        return ["sinks_quantized", "bytes_nominal"]
+
     def build(self, model: Any, run: RunPlan) -> Any:
         reason = unavailable(self.backend)
         if reason is not None:

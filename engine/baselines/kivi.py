@@ -123,15 +123,15 @@ class KiviLayer(Resident):
         key[:, :, :at], value[:, :, :at] = self.sink_key, self.sink_value
         coded = self._key_codes.used * self._group
         if coded:
-            blocks = unpack(self._key_codes.view, self._bits, 3)
+            blocks = key[:, :, at : at + coded].unflatten(2, (-1, self._group))
+            unpack(self._key_codes.view, self._bits, 3, out=blocks)
             blocks.mul_(self._key_scale.view.unsqueeze(3)).add_(self._key_zero.view.unsqueeze(3))
-            key[:, :, at : at + coded] = blocks.flatten(2, 3)
         key[:, :, at + coded :] = self._key_rest
         coded = self._value_codes.used
         if coded:
-            blocks = unpack(self._value_codes.view, self._bits, 3).unflatten(3, (-1, self._group))
-            blocks.mul_(self._value_scale.view.unsqueeze(4)).add_(self._value_zero.view.unsqueeze(4))
-            value[:, :, at : at + coded] = blocks.flatten(3)
+            unpack(self._value_codes.view, self._bits, 3, out=value[:, :, at : at + coded])
+            groups = value[:, :, at : at + coded].unflatten(3, (-1, self._group))
+            groups.mul_(self._value_scale.view.unsqueeze(4)).add_(self._value_zero.view.unsqueeze(4))
         value[:, :, at + coded :] = self._value_rest
         return key, value
 
@@ -221,6 +221,9 @@ class Kivi(Rival):
         grids = keys // self.group_size * dim * 4 + values * (dim // self.group_size) * 4
         rest = (stream - keys) * full + (stream - values) * full + sinks * 2 * full
         return shape.num_layers * shape.num_kv_heads * (coded + grids + rest)
+
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        return [] if self.sinks else ["sinks_quantized"]
 
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
         return [KiviLayer(self, part, context) for part in staged]

@@ -135,13 +135,13 @@ class NuqLayer(Resident):
 
     def _read(self) -> tuple[Tensor, Tensor]:
         """Keys after RoPE and values, float32 [B, H, columns, d]: workspace."""
-        key = self.key_lut.float()[unpack(self._keys.view, self._bits, 2, torch.int32)]
+        key = _looked_up(self.key_lut, unpack(self._keys.view, self._bits, 2, torch.int64))
         key.mul_(self.half.float()).add_(self.centre.float())
         self._put(self._key_out, key)
         key = key.unflatten(2, (self._heads, -1)).transpose(1, 2)
         first = self.first_key.shape[2]
         key = self._rope.apply(key, self._positions(first, self._columns)[:, None])
-        value = self.value_lut.float()[unpack(self._values.view, self._bits, 2, torch.int32)]
+        value = _looked_up(self.value_lut, unpack(self._values.view, self._bits, 2, torch.int64))
         low, high = self._low.view.float()[..., None], self._high.view.float()[..., None]
         value.mul_((high - low) / 2).add_((high + low) / 2)
         self._put(self._value_out, value)
@@ -205,6 +205,12 @@ class NuqLayer(Resident):
         return {"key_outliers": self._key_out.count, "value_outliers": self._value_out.count}
 
 
+def _looked_up(lut: Tensor, codes: Tensor) -> Tensor:
+    """Centroids of codes [B, T, width], float32: a gather is several times faster than indexing."""
+    rows = codes.flatten(0, 1)
+    return lut.float().expand(rows.shape[0], -1).gather(1, rows).view(codes.shape)
+
+
 def _by_token(values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """[B, T, width] as rows, token by token."""
     width = values.shape[2]
@@ -256,6 +262,9 @@ class KVQuant(Rival):
         each = sum(split_counts(width, self.outliers)) * (total - sinks)
         layer = self.fixed_bytes(shape, total - sinks, round(self.outliers * width * (total - sinks)), each)
         return shape.num_layers * (layer + sinks * shape.token_bytes)
+
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        return ["bytes_nominal"] + ([] if self.sinks else ["sinks_quantized"])
 
     def _books(self, model: Any, tokenizer: Any) -> list[Codebook]:
         return codebooks(

@@ -224,7 +224,7 @@ def collect(model: PreTrainedModel, tokenizer: Any, tokens: int, fisher: bool) -
     cache = Cache(layers=probes)
     enable(model)
     ours = [(index, layer) for index, layer in enumerate(probes) if isinstance(layer, _Probe)]
-    with torch.inference_mode(False), torch.set_grad_enabled(fisher):
+    with torch.inference_mode(False), torch.set_grad_enabled(fisher), _Passable(model if fisher else None):
         output = model(input_ids=ids, use_cache=True, **{cache_keyword(model): cache})
         grads: list[tuple[Tensor, Tensor]] = []
         if fisher:
@@ -250,10 +250,53 @@ def collect(model: PreTrainedModel, tokenizer: Any, tokens: int, fisher: bool) -
     return samples
 
 
+class _ThroughLinear(torch.autograd.Function):
+    """Gradient of a linear layer whose weight is held in another form: asked for with unit vectors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, out: Tensor, module: nn.Module) -> Tensor:
+        ctx.module, ctx.width = module, x.shape[-1]
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        units = torch.eye(ctx.width, dtype=grads[0].dtype, device=grads[0].device)
+        with torch.no_grad():
+            weight = ctx.module.forward(units) - ctx.module.forward(units[:1] * 0)
+        return grads[0] @ weight.T, None, None
+
+
+class _Passable:
+    """While it is open, gradients pass every linear layer of a model; None changes nothing."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        self._model = model
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        def through(module: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            answer: Tensor = _ThroughLinear.apply(inputs[0], out.detach(), module)  # type: ignore[no-untyped-call]
+            return answer
+
+        for module in [] if self._model is None else self._model.modules():
+            if hasattr(module, "in_features") and not isinstance(module, nn.Linear):
+                self._handles.append(module.register_forward_hook(through))
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 def _gradients(loss: Tensor, layers: list[_Probe]) -> list[tuple[Tensor, Tensor]]:
-    """Gradients at every layer's keys and values."""
+    """Gradients at every layer's keys and values.
+
+    Raises:
+        ConfigError: none arrives below the last layer.
+    """
     states = [states for layer in layers for states in (layer.key, layer.value)]
     found = torch.autograd.grad(loss, states, allow_unused=True)
+    if not any(grad is not None and bool(grad.any()) for grad in found[:-2]):
+        raise ConfigError("fisher needs a model that gradients pass through; this one stops them: set fisher to false.")
     full = [torch.zeros_like(at) if grad is None else grad for at, grad in zip(states, found, strict=True)]
     return list(zip(full[::2], full[1::2], strict=True))
 

@@ -165,6 +165,10 @@ class Observer(Rival):
         kept = self.kept(shape, prompt_tokens, run)
         return shape.full_kv_bytes(kept + generated) + shape.num_layers * self.head_table_bytes(shape)
 
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        window = observed_window(self.window, self.kept(shape, prompt_tokens, run), prompt_tokens)
+        return ["window_shrunk"] if window < self.window else []
+
     def base_scores(self, part: Staged, kept: int, context: Context) -> Tensor:
         """SnapKV's scores with the window forced, [B, H_kv, P]."""
         window = observed_window(self.window, kept, context.columns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.quant import _codes, _grid
+from engine.quant import encode, min_max_grid
 
 
 def planes(bits: int) -> tuple[int, int]:
@@ -35,21 +35,26 @@ def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
     return out.flatten(dim, dim + 1)
 
 
-def unpack(packed: Tensor, bits: int, dim: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Codes from bytes along `dim`, as `dtype`."""
+def unpack(
+    packed: Tensor, bits: int, dim: int, dtype: torch.dtype = torch.float32, out: Tensor | None = None
+) -> Tensor:
+    """Codes from bytes along `dim`, as `dtype`; written into `out` where it is given, a view or not."""
     count, size = planes(bits)
     dim = dim % packed.dim()
     split = packed.unflatten(dim, (size, packed.shape[dim] // size))
-    shape = list(split.shape)
-    shape[dim] = count
-    out = torch.empty(shape, dtype=dtype, device=packed.device)
+    if out is None:
+        shape = list(packed.shape)
+        shape[dim] = split.shape[dim + 1] * count
+        out = torch.empty(shape, dtype=dtype, device=packed.device)
+    target = out.unflatten(dim, (count, split.shape[dim + 1]))
     for plane in range(count):
         byte, inside = divmod(plane * bits, 8)
         part = split.select(dim, byte) >> inside
         if inside + bits > 8:
             part = part | (split.select(dim, byte + 1) << (8 - inside))
-        out.select(dim, plane).copy_(part & (2**bits - 1))
-    return out.flatten(dim, dim + 1)
+        # The topmost code of a byte has nothing above it to mask away.
+        target.select(dim, plane).copy_(part if inside + bits == 8 else part & (2**bits - 1))
+    return out
 
 
 def minmax(values: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,8 +66,8 @@ def minmax(values: Tensor, bits: int, dim: int) -> tuple[Tensor, Tensor, Tensor]
     Returns:
         uint8 codes like `values`; scale and zero, float16, without `dim`. The error is at most half a scale.
     """
-    scale, zero = _grid(values.amin(dim), values.amax(dim), bits)
-    return _codes(values, scale.unsqueeze(dim), zero.unsqueeze(dim), bits), scale, zero
+    scale, zero = min_max_grid(values.amin(dim), values.amax(dim), bits)
+    return encode(values, scale.unsqueeze(dim), zero.unsqueeze(dim), bits), scale, zero
 
 
 def without_padding(states: Tensor, pads: list[int], first_column: int = 0) -> Tensor:

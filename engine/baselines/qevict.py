@@ -111,6 +111,9 @@ class QEvict(Rival):
         plan = make_plan(self.config(run, shape, prompt_tokens), shape, prompt_tokens)
         return plan.persistent_bytes * shape.num_layers
 
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        return make_plan(self.config(run, shape, prompt_tokens), shape, prompt_tokens).notices
+
     def build(self, model: PreTrainedModel, run: RunPlan) -> TieredCache:
         cache = TieredCache(model, self.config(run))
         budget = run.budget

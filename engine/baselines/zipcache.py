@@ -299,5 +299,8 @@ class ZipCache(Rival):
         layer = self.block_bytes(shape, prompt_tokens) + blocks * self.block_bytes(shape, self.gap)
         return shape.num_layers * (layer + rest * shape.token_bytes)
 
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        return ["sinks_quantized"]
+
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
         return [ZipLayer(self, part, context, layer) for layer, part in enumerate(staged)]

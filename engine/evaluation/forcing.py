@@ -153,8 +153,8 @@ def measure(
         cache.forget()
     for place, system in enumerate(systems):
         if place in refused:
-            error = refused[place]
-            outcomes[place] = Outcome(system, infeasible=str(error), smallest_share=error.smallest_share)
+            why = refused[place]
+            outcomes[place] = Outcome(system, infeasible=str(why), smallest_share=why.smallest_share)
         elif system.name == FULL:
             scores = {name: score(truth, truth, item, span) for name, span in item.spans.items()}
             outcomes[place] = Outcome(system, scores, shape.full_kv_bytes(total - 1), 1.0, None, "fullkv")

@@ -83,3 +83,22 @@ def paired_ratio(
     ratios = top[draw].sum(axis=1)[sums > 0] / sums[sums > 0]
     low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
     return Estimate(value, float(low), float(high), len(top))
+
+
+def stratified(groups: Sequence[Sequence[float]], *, level: float = 0.95, seed: int = 0) -> Estimate:
+    """Mean of the groups' means, items resampled within their own group: a macro average over tasks.
+
+    Raises:
+        ValueError: no group, or an empty one.
+    """
+    data = [np.asarray(group, dtype=np.float64) for group in groups]
+    if not data or not all(len(group) for group in data):
+        raise ValueError("a macro average needs groups of at least one value.")
+    mean = float(np.mean([group.mean() for group in data]))
+    count = sum(len(group) for group in data)
+    if any(len(group) < 2 for group in data):
+        return Estimate(mean, None, None, count)
+    draw = np.random.default_rng(seed)
+    means = [group[draw.integers(0, len(group), (RESAMPLES, len(group)))].mean(axis=1) for group in data]
+    low, high = np.quantile(np.mean(means, axis=0), [(1 - level) / 2, (1 + level) / 2])
+    return Estimate(mean, float(low), float(high), count)

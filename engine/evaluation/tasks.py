@@ -1,4 +1,4 @@
-"""Seeded tasks that a small model can do with its full cache: needles, key-value lines, copying, quoting, labels, drift.
+"""Seeded tasks that a small model can do: needles, key-value lines, copying, quoting, labels, drift.
 
     items = make_items("kvline", tokenizer, texts, length=512, count=20)
 
@@ -7,6 +7,7 @@ Item i of a task depends on the seed, i, the length and the texts alone. Knows t
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, Final
 
 from engine.errors import ConfigError
 from engine.evaluation.items import MAIN, Item, Span, Text, encode, sentences
-from engine.evaluation.words import CATEGORIES, CITIES, LABELS, distinct
+from engine.evaluation.words import CATEGORIES, CITIES, LABELS, WORDS
 
 QUESTIONS = ("after", "inside")
 COPIED = 40
@@ -114,7 +115,7 @@ def _needle(make: _Maker) -> Item:
 
 def _lines(make: _Maker) -> Item:
     """A table of words and numbers, one asked."""
-    words = distinct()
+    words = list(WORDS)
     make.draw.shuffle(words)
     rows: list[tuple[str, str]] = []
     context: list[int] = make.ids("", begin=True)
@@ -171,15 +172,15 @@ def _quote(make: _Maker) -> Item:
 
 def _labels(make: _Maker) -> Item:
     """Made-up labels of five kinds of things; a new thing is asked."""
+    encoded = {label: make.ids(f" {label}\n") for label in LABELS}
+    # Some tokenizers give every label the same first token, a space: that part belongs to the question.
+    common = len(os.path.commonprefix(list(encoded.values())))
     names: list[str] = []
     firsts: list[int] = []
-    for label in LABELS:
-        first = make.ids(f" {label}")[0]
-        if first not in firsts:
+    for label, ids in encoded.items():
+        if len(ids) > common and ids[common] not in firsts and len(names) < len(CATEGORIES):
             names.append(label)
-            firsts.append(first)
-        if len(names) == len(CATEGORIES):
-            break
+            firsts.append(ids[common])
     if len(names) < len(CATEGORIES):
         raise ConfigError("this tokenizer gives too few of the made-up labels a first token of their own.")
     order = list(range(len(names)))
@@ -191,13 +192,14 @@ def _labels(make: _Maker) -> Item:
     context: list[int] = make.ids("", begin=True)
     while True:
         word, category = make.draw.choice(rest)
-        line = make.ids(f"{word} ->") + make.ids(f" {names[label_of[category]]}\n")
+        line = make.ids(f"{word} ->") + encoded[names[label_of[category]]]
         if len(context) + len(line) > make.length:
             break
         context += line
     right = label_of[kind]
     choices = (firsts[right], *(first for first in firsts if first != firsts[right]))
-    return make.item(context, make.ids(f"{asked} ->"), make.ids(f" {names[right]}"), choices=choices)
+    answer = encoded[names[right]]
+    return make.item(context, make.ids(f"{asked} ->") + answer[:common], answer[common:-1] or answer[common:], choices=choices)
 
 
 def _drift(make: _Maker) -> Item:

@@ -112,7 +112,9 @@ def test_plans_spend_all_and_never_more(config: QEvictConfig, shape: KVShape, pr
         assert plan.local_tokens == config.local_tokens
     elif plan.local_tokens > config.window_size:
         assert plan.local_blocks * costs.full <= config.local_share * plan.total_bytes
-        assert (plan.local_blocks + 1) * costs.full > config.local_share * plan.total_bytes - 1
+        window = costs.quant if config.quant_share > 0 else costs.full
+        crowded = (grid.sink_blocks + 1 + plan.local_blocks + 1) * costs.full + window > plan.total_bytes
+        assert crowded or (plan.local_blocks + 1) * costs.full > config.local_share * plan.total_bytes - 1
     most = grid.max_history_windows(plan.planned_tokens, plan.local_tokens)
     full, quant = plan.full_capacity, plan.quant_capacity
     if config.quant_share == 0.0:
@@ -140,9 +142,10 @@ def test_the_named_smallest_budget_works(config: QEvictConfig, shape: KVShape, p
         config.window_size, config.sink_tokens
     ).max_history_windows(plan.planned_tokens, plan.local_tokens)
     assert plan.smallest_bytes == smallest
-    if config.local_tokens is not None:
-        with pytest.raises(BudgetError):
-            make_plan(config.replace(kv_budget_bytes=(smallest - 1) * shape.num_layers), shape, prompt)
+    for more in (1, 7, 1000, 100_000):
+        make_plan(config.replace(kv_budget_bytes=(smallest + more) * shape.num_layers), shape, prompt)
+    with pytest.raises(BudgetError):
+        make_plan(config.replace(kv_budget_bytes=(smallest - 1) * shape.num_layers), shape, prompt)
     share = caught.value.smallest_share
     if share < 1.0:
         make_plan(config.replace(kv_budget_bytes=None, kv_budget=share), shape, prompt)
@@ -157,6 +160,17 @@ def test_budget_one_holds_every_window_in_full(config: QEvictConfig, shape: KVSh
     assert plan.persistent_bytes == plan.total_bytes
     blocks = plan.arena_blocks * config.window_size
     assert blocks >= plan.planned_tokens
+
+
+@given(settings_drawn(), shapes, st.integers(1, 3000))
+def test_padded_rows_share_the_local_region(config: QEvictConfig, shape: KVShape, prompt: int) -> None:
+    try:
+        padded = make_plan(config, shape, prompt, padded=True)
+    except BudgetError:
+        return
+    plain = make_plan(config, shape, prompt)
+    assert (padded.local_tokens, padded.total_bytes) == (plain.local_tokens, plain.total_bytes)
+    assert padded.sink_blocks == plain.sink_blocks + 1
 
 
 def test_absolute_bytes_win() -> None:

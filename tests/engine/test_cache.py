@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from engine.attention import unavailable
@@ -158,7 +158,7 @@ def test_every_kind_of_move_happens() -> None:
     assert moves - {(full, evicted)} == allowed
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(data=st.data())
 def test_no_position_is_lost_or_doubled(data: st.DataObject) -> None:
     """Every position is in exactly one of sink, local, Full, Quant, Evicted, and its K and V are its own."""

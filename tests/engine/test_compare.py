@@ -80,6 +80,10 @@ def test_figures_of_the_others(result: CompareResult) -> None:
     assert kivi.fmm == 0.0 and kivi.fmm_fp_only is not None and kivi.fmm_fp_only > 0.3
     assert snap.budget is not None and snap.budget["share"] == 0.5
     assert kivi.budget is None
+    assert (kivi.notices, snap.notices) == (["sinks_quantized"], [])
+    assert kivi.full_tokens + kivi.quant_tokens == pytest.approx(1.0)
+    kept = snap.bytes / result.systems[0].bytes
+    assert snap.full_tokens == pytest.approx(kept) and snap.quant_tokens == 0.0
 
 
 def test_system_by_itself_gives_the_same_divergence(loaded: LoadedModel, result: CompareResult) -> None:
@@ -161,6 +165,12 @@ def test_free_running(loaded: LoadedModel) -> None:
     assert snap.text == loaded.tokenizer.decode(snap.token_ids)
 
 
+def test_a_window_that_must_shrink_is_named(loaded: LoadedModel) -> None:
+    """Where the window would take the whole budget, every method of its kind would keep the same."""
+    options = CompareOptions(budget=BudgetSpec(tokens=60), max_new_tokens=20, chat=False)
+    assert compare(loaded, TEXT, ["snapkv"], options).systems[0].notices == ["window_shrunk"]
+
+
 def test_matched_to_a_quantizer(loaded: LoadedModel) -> None:
     choices = [SystemChoice("kivi-4", {"residual": 32}), SystemChoice("qevict", match_to="kivi-4")]
     kivi, qevict = compare(loaded, TEXT, choices, OPTIONS).systems
@@ -238,3 +248,20 @@ def test_future_masses_by_hand() -> None:
     assert first.fmm == pytest.approx((0.2 / 0.8 + 0.1 / 0.6) / 2)
     assert first.fp_only == pytest.approx((0.3 / 0.8 + 0.5 / 0.6) / 2)
     assert second.fmm == 0.0
+
+
+def test_sliding_layers_beside_managed_ones() -> None:
+    """gemma2: half of the layers keep their own sliding cache, in every system alike."""
+    loaded = tiny_loaded("gemma2", head_dim=32)
+    ids = loaded.tokenizer(TEXT)["input_ids"]
+    out = compare(loaded, TEXT, ["fullkv", SystemChoice("snapkv", SMALL)], OPTIONS)
+    cache, fed, tokens = DynamicCache(config=loaded.model.config), ids, []
+    with torch.inference_mode():
+        for _ in range(20):
+            logits = loaded.model(torch.tensor([fed]), use_cache=True, **{cache_keyword(loaded.model): cache}).logits
+            tokens.append(int(logits[0, -1].argmax()))
+            fed = tokens[-1:]
+    assert out.token_ids == tokens
+    full, snap = out.systems
+    assert full.kl == pytest.approx(0.0, abs=1e-6) and len(full.output_error) == 2
+    assert snap.kl is not None and snap.kl > 0.0

@@ -21,7 +21,7 @@ def steps(packed: QuantizedWindows, value_groups: int, dim: int) -> tuple[torch.
     return packed.key_scale.float().unsqueeze(-2), value
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data(), st.sampled_from([2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([4, 8, 16, 32]))
 def test_every_element_lies_within_half_a_step(data: st.DataObject, bits: int, groups: int, window: int) -> None:
     """Also where channels are constant, huge, tiny or far from zero."""

@@ -13,12 +13,14 @@ from engine.baselines.base import Context, RunPlan, Staged
 from engine.baselines.kivi import Kivi, KiviLayer
 from engine.baselines.kvquant import KVQuant, NuqLayer
 from engine.baselines.nuq import fit, kmeans, nearest, split_counts, value_outliers
+from engine.baselines.observation import output_weight
 from engine.baselines.packing import minmax, pack, planes, unpack, without_padding
 from engine.baselines.zipcache import Block, ZipCache, channel_scale, saliency
 from engine.budget import KVShape
-from engine.errors import ConfigError
+from engine.errors import ConfigError, UnsupportedModelError
 from engine.rope import RopeTable, find_rotary
 from tests.engine.baselines.matrix import build, feed, follow, loaded, prompt
+from tests.tiny import tiny_loaded
 
 
 def context(columns: int, pads: list[int] | None = None, **run: object) -> Context:
@@ -336,3 +338,40 @@ def test_gradients_reach_every_layer() -> None:
     assert found.key_weight is not None and found.value_weight is not None
     assert all(float(weight.sum()) > 0 for weight in [*found.key_weight, *found.value_weight])
     assert all(parameter.grad is None for parameter in model.model.parameters())
+
+
+class _Coded(torch.nn.Module):
+    """A linear layer that gradients do not pass by themselves."""
+
+    def __init__(self, plain: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.plain = plain.in_features, [plain]
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.plain[0](x)
+
+
+def test_gradients_pass_weights_in_another_form() -> None:
+    plain, coded = tiny_loaded(), tiny_loaded()
+    for layer in coded.model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, module in list(part.named_children()):
+                if isinstance(module, torch.nn.Linear):
+                    setattr(part, name, _Coded(module))
+    want = nuq.collect(plain.model, plain.tokenizer, 60, True)
+    got = nuq.collect(coded.model, coded.tokenizer, 60, True)
+    assert want.key_weight is not None and got.key_weight is not None
+    for mine, theirs in zip(got.key_weight, want.key_weight, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=1e-3)
+    assert not any(module._forward_hooks for module in coded.model.modules())
+
+
+def test_projection_in_another_form_weighs_values_alike() -> None:
+    linear = torch.nn.Linear(64, 48, bias=True)
+    holder, other = torch.nn.Module(), torch.nn.Module()
+    holder.o_proj, other.o_proj = linear, _Coded(linear)
+    like = torch.zeros(1)
+    torch.testing.assert_close(output_weight(other, 64, like), output_weight(holder, 64, like))
+    with pytest.raises(UnsupportedModelError, match="o_proj"):
+        output_weight(torch.nn.Module(), 64, like)

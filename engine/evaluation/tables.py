@@ -1,0 +1,340 @@
+"""From finished cells to tables: one row per task and system, with intervals, and verdicts on the article's claims.
+
+Everything is paired: a difference of two systems is taken over the items that both have. Knows rows as the store
+keeps them; knows no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from engine.evaluation import paper
+from engine.evaluation.items import MAIN
+from engine.evaluation.statistics import Estimate, estimate, paired, paired_ratio, stratified
+from engine.evaluation.suites import ABLATIONS
+from engine.evaluation.tasks import task_info
+
+FLOOR = 0.10
+"""A task counts as impossible for a model whose full cache scores below this, or below twice chance."""
+FEWEST = 8
+"""Items below which a low score does not say that a model cannot do a task."""
+RIVALS = ("streamingllm", "snapkv", "adakv", "criticalkv", "critical-adakv", "defensivekv", "layer-defensivekv", "h2o")
+"""Systems that evict and never recover."""
+
+Row = Mapping[str, Any]
+
+
+def score_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """One row per task, length, place of the question, and system; FullKV first in each task.
+
+    `score` is the task's own figure; `score_minus_full` and `nll_minus_full` are paired with FullKV over items.
+    """
+    out: list[dict[str, Any]] = []
+    for (task, length, question), cells in _grouped(rows).items():
+        by_system = _by_system(cells)
+        full = next((entry for entry in by_system.values() if entry[0]["full"]), None)
+        info = task_info(task)
+        limit = max(2 * info.chance, FLOOR)
+        able: bool | None = None
+        if full is not None and task != "book":
+            reached, values = _values(full, info.score, MAIN, None)
+            able = True if reached >= limit else None if len(values) < FEWEST else False
+        for label, entries in sorted(by_system.items(), key=lambda item: (not item[1][0]["full"], item[0])):
+            done = [entry for entry in entries if entry["infeasible"] is None]
+            first = entries[0]
+            line: dict[str, Any] = {
+                "task": task,
+                "length": length,
+                "question": question,
+                "label": label,
+                "system": first["system"],
+                "kv_budget": first["kv_budget"],
+                "parameters": first["parameters"],
+                "n": len(done),
+                "infeasible": next((entry["infeasible"] for entry in entries if entry["infeasible"]), None),
+                "smallest_share": max((entry["smallest_share"] or 0.0 for entry in entries), default=0.0) or None,
+                "able": able,
+                "note": "" if able in (None, True) else "this model cannot do this task",
+            }
+            if done:
+                line |= _figures(done, full, info.score)
+            out.append(line)
+    return out
+
+
+def _figures(done: Sequence[Row], full: Sequence[Row] | None, score: str) -> dict[str, Any]:
+    """Means and intervals of one system's items."""
+    spans = sorted({name for entry in done for name in entry["scores"]} - {MAIN})
+    figures: dict[str, Any] = {
+        "score_name": score,
+        "score": _estimate(done, score),
+        "nll": _estimate(done, "nll"),
+        "kl": _estimate(done, "kl"),
+        "agreement": _estimate(done, "agreement"),
+        "perplexity": math.exp(min(50.0, _mean(done, "nll"))),
+        "share": sum(entry["share"] for entry in done) / len(done),
+        "bytes": round(sum(entry["bytes"] for entry in done) / len(done)),
+        "ms_per_token": _median([entry["ms_per_token"] for entry in done if entry["ms_per_token"] is not None]),
+        "backend": done[0]["backend"],
+        "other_spans": {
+            name: estimate([float(entry["scores"][name][score]) for entry in done]).to_dict() for name in spans
+        },
+    }
+    if full is not None:
+        figures["score_minus_full"] = _paired(done, full, score)
+        figures["nll_minus_full"] = _paired(done, full, "nll")
+    return figures
+
+
+def pareto_points(table: Sequence[Row], *, figure: str = "kl", task: str = "book") -> list[dict[str, Any]]:
+    """Share of bytes against one figure, for a plot: (label, system, share, value, low, high)."""
+    return [
+        {
+            "label": row["label"],
+            "system": row["system"],
+            "share": row["share"],
+            "value": row[figure]["mean"],
+            "low": row[figure]["low"],
+            "high": row[figure]["high"],
+            "n": row["n"],
+        }
+        for row in table
+        if row["task"] == task and row["n"] and row["note"] == ""
+    ]
+
+
+def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """QEvict against each evicting rival at the same budget: scores over all tasks that FullKV can do, and KL on text.
+
+    The macro difference is the mean over tasks of paired differences; items are resampled within their task.
+    """
+    groups = _grouped(rows)
+    found: list[dict[str, Any]] = []
+    shares = sorted({row["kv_budget"] for cells in groups.values() for row in cells if row["kv_budget"]}, reverse=True)
+    able = {(row["task"], row["length"], row["question"]) for row in score_table(_flat(groups)) if row["able"]}
+    for share in shares:
+        for rival in RIVALS:
+            per_task: list[list[float]] = []
+            for key, cells in groups.items():
+                if key not in able:
+                    continue
+                differences = _differences(cells, share, rival, task_info(key[0]).score)
+                if differences:
+                    per_task.append(differences)
+            books = [
+                d for key, cells in groups.items() if key[0] == "book" for d in _differences(cells, share, rival, "kl")
+            ]
+            if not per_task and not books:
+                continue
+            macro = stratified(per_task) if per_task else None
+            kl = estimate(books) if books else None
+            found.append(
+                {
+                    "kv_budget": share,
+                    "rival": rival,
+                    "tasks": len(per_task),
+                    "items": sum(len(values) for values in per_task),
+                    "score_difference": None if macro is None else macro.to_dict(),
+                    "kl_difference": None if kl is None else kl.to_dict(),
+                    "verdict_score": None if macro is None else _verdict(macro, wanted=1),
+                    "verdict_kl": None if kl is None else _verdict(kl, wanted=-1),
+                }
+            )
+    return found
+
+
+def direction_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The article's claims over texts, at each budget: paired differences and verdicts."""
+    cells: dict[float, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "policies":
+            cells[row["kv_budget"]].append(row)
+    out = []
+    for share in sorted(cells, reverse=True):
+        for sentence, low, high, quantity in paper.CLAIMS:
+            pairs = [
+                (row["policies"][low][quantity], row["policies"][high][quantity])
+                for row in cells[share]
+                if low in row["policies"] and high in row["policies"]
+            ]
+            pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
+            if not pairs:
+                continue
+            firsts, seconds = [a for a, _ in pairs], [b for _, b in pairs]
+            difference = paired(firsts, seconds)
+            out.append(
+                {
+                    "kv_budget": share,
+                    "claim": sentence,
+                    "quantity": quantity,
+                    "lower": low,
+                    "higher": high,
+                    "lower_mean": sum(firsts) / len(firsts),
+                    "higher_mean": sum(seconds) / len(seconds),
+                    "difference": difference.to_dict(),
+                    "verdict": _verdict(difference, wanted=-1),
+                }
+            )
+    return out
+
+
+def policy_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Means of every simulated policy over texts, at each budget."""
+    values: dict[tuple[float, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "policies":
+            for name, summary in row["policies"].items():
+                values[row["kv_budget"], name].append(summary)
+    names = ("fmm", "fmm_history", "churn_per_event", "churn_per_step", "lir", "promotions")
+    out = []
+    for (share, name), summaries in sorted(values.items(), key=lambda item: -item[0][0]):
+        line: dict[str, Any] = {"kv_budget": share, "policy": name, "texts": len(summaries)}
+        for quantity in names:
+            known = [float(summary[quantity]) for summary in summaries if summary[quantity] is not None]
+            line[quantity] = estimate(known).to_dict() if known else None
+        shares = [summary["mass_share_history"] for summary in summaries if summary["mass_share_history"]]
+        line["mass_share_history"] = (
+            {tier: sum(s[tier] for s in shares) / len(shares) for tier in ("full", "quant", "evicted")}
+            if shares
+            else None
+        )
+        out.append(line)
+    return out
+
+
+def promotion_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """The paired promotion experiment over texts, at each budget."""
+    cells: dict[float, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "policies" and row["promotion"] is not None:
+            cells[row["kv_budget"]].append(row["promotion"])
+    out = []
+    for share in sorted(cells, reverse=True):
+        found = cells[share]
+        with_any = [entry for entry in found if entry["net_gain"]]
+        fmm = [entry["fmm_on_minus_off"] for entry in found if entry["fmm_on_minus_off"] is not None]
+        gains = [sum(entry["net_gain"]) / len(entry["net_gain"]) for entry in with_any]
+        lift: Estimate | None = None
+        if any(entry["stayed_wanted"] > 0 for entry in with_any):
+            lift = paired_ratio([e["wanted"] for e in with_any], [e["stayed_wanted"] for e in with_any])
+        out.append(
+            {
+                "kv_budget": share,
+                "texts": len(found),
+                "promotions": sum(entry["promotions"] for entry in found),
+                "net_gain": estimate(gains).to_dict() if gains else None,
+                "fmm_on_minus_off": estimate(fmm).to_dict() if fmm else None,
+                "lift": None if lift is None else lift.to_dict(),
+                "paper_lift": paper.FOLLOW_UP["promotion_lift"],
+            }
+        )
+    return out
+
+
+def ablation_table(rows: Sequence[Row], what: str) -> list[dict[str, Any]]:
+    """One setting's values: KL on text or a task's score, each paired with the article's choice."""
+    name, values, chosen = ABLATIONS[what]
+    out = []
+    for (task, length, question), cells in _grouped(rows).items():
+        figure = "kl" if task == "book" else task_info(task).score
+        wanted = -1 if task == "book" else 1
+        by_value: dict[Any, dict[str, float]] = {}
+        infeasible: dict[Any, str] = {}
+        for cell in cells:
+            if cell["system"] != "qevict":
+                continue
+            value = cell["parameters"].get(name) if name else cell["kv_budget"]
+            if cell["infeasible"]:
+                infeasible[value] = cell["infeasible"]
+            else:
+                by_value.setdefault(value, {})[cell["prompt_hash"]] = float(cell["scores"][MAIN][figure])
+        for value in values:
+            line = {"setting": what, "value": value, "task": task, "length": length, "question": question}
+            own = by_value.get(value, {})
+            base = by_value.get(chosen, {})
+            shared = sorted(set(own) & set(base))
+            difference = paired([own[i] for i in shared], [base[i] for i in shared]) if shared else None
+            out.append(
+                line
+                | {
+                    "figure": figure,
+                    "mean": estimate(list(own.values())).to_dict() if own else None,
+                    "minus_article_choice": None if difference is None else difference.to_dict(),
+                    "verdict": "article's choice"
+                    if value == chosen
+                    else "not measured"
+                    if difference is None
+                    else {1: "better than the article's choice", -1: "worse than the article's choice"}.get(
+                        difference.sign * wanted, "no difference settled"
+                    ),
+                    "infeasible": infeasible.get(value),
+                }
+            )
+    return out
+
+
+def _verdict(difference: Estimate, *, wanted: int) -> str:
+    """What the interval says of a claim whose difference should have the sign `wanted`."""
+    return {wanted: "holds", -wanted: "CONTRADICTED", 0: "not settled"}[difference.sign]
+
+
+def _grouped(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:
+    out: dict[tuple[str, int, str], list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["kind"] == "item":
+            out[row["task"], row["length"], row["question"]].append(row)
+    return dict(out)
+
+
+def _flat(groups: Mapping[Any, Sequence[Row]]) -> list[Row]:
+    return [row for cells in groups.values() for row in cells]
+
+
+def _by_system(cells: Iterable[Row]) -> dict[str, list[Row]]:
+    out: dict[str, list[Row]] = defaultdict(list)
+    for cell in cells:
+        out[cell["label"]].append(cell)
+    return dict(out)
+
+
+def _values(cells: Sequence[Row], figure: str, span: str, default: float | None) -> tuple[float, list[float]]:
+    values = [float(cell["scores"][span][figure]) for cell in cells if cell["infeasible"] is None]
+    return (sum(values) / len(values) if values else (default or 0.0)), values
+
+
+def _mean(cells: Sequence[Row], figure: str) -> float:
+    return _values(cells, figure, MAIN, None)[0]
+
+
+def _estimate(cells: Sequence[Row], figure: str) -> dict[str, Any]:
+    return estimate(_values(cells, figure, MAIN, None)[1]).to_dict()
+
+
+def _paired(cells: Sequence[Row], full: Sequence[Row], figure: str) -> dict[str, Any] | None:
+    theirs = {cell["prompt_hash"]: float(cell["scores"][MAIN][figure]) for cell in full if cell["infeasible"] is None}
+    shared = [cell for cell in cells if cell["prompt_hash"] in theirs]
+    if not shared:
+        return None
+    ours = [float(cell["scores"][MAIN][figure]) for cell in shared]
+    return paired(ours, [theirs[cell["prompt_hash"]] for cell in shared]).to_dict()
+
+
+def _differences(cells: Iterable[Row], share: float, rival: str, figure: str) -> list[float]:
+    """Per item: QEvict's figure less the rival's at the same budget."""
+    values: dict[str, dict[str, float]] = {"qevict": {}, rival: {}}
+    for cell in cells:
+        if (
+            cell["system"] in values
+            and cell["kv_budget"] == share
+            and not cell["parameters"]
+            and not cell["infeasible"]
+        ):
+            values[cell["system"]][cell["prompt_hash"]] = float(cell["scores"][MAIN][figure])
+    return [values["qevict"][i] - values[rival][i] for i in sorted(set(values["qevict"]) & set(values[rival]))]
+
+
+def _median(values: list[float]) -> float | None:
+    return sorted(values)[len(values) // 2] if values else None

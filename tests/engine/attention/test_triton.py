@@ -1,0 +1,57 @@
+"""The Triton kernels without a GPU: agreement with the twin in Triton's interpreter, and builds for real devices."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="package triton is not installed: the CUDA kernels cannot be interpreted or compiled here",
+)
+
+
+def run(*command: str, **environment: str) -> str:
+    """Output of a Python process; it must succeed."""
+    result = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
+    return result.stdout
+
+
+@pytest.mark.timeout(900)  # the interpreter is slow, and slower on a loaded machine
+def test_kernels_agree_with_the_twin_in_the_interpreter() -> None:
+    """A process of its own: Triton reads the switch when it is imported."""
+    cases = str(Path(__file__).with_name("interpreter_cases.py"))
+    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cases, TRITON_INTERPRET="1")
+    assert " passed" in said and "skipped" not in said, said[-2000:]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", (80, 90))
+def test_kernels_compile_for_a_device_that_is_not_here(architecture: int, tmp_path: Path) -> None:
+    """Every kernel becomes machine code, and none spills registers in its usual shape."""
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        pytest.skip("this build of triton brings no NVIDIA compiler")
+    code = (
+        "from engine.benchmarks.gpu_build import KERNELS, build, shape\n"
+        f"for kernel in KERNELS: print(build(kernel, shape(3, 64), {architecture}).to_dict())\n"
+    )
+    said = run("-c", code, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    lines = said.strip().splitlines()
+    assert len(lines) == 5
+    for line in lines:
+        assert f"'architecture': {architecture}" in line and "'stack_bytes': 0" in line, line

@@ -1,0 +1,74 @@
+"""Scores by hand, and several systems on one item of a tiny model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from engine.errors import PromptError
+from engine.evaluation.forcing import System, measure, score
+from engine.evaluation.items import MAIN, Item, Span
+from tests.tiny import tiny_loaded
+
+torch.set_num_threads(1)
+
+
+def item_of(prompt: int = 200, forced: int = 12, seed: int = 0) -> Item:
+    draw = torch.randint(0, 250, (prompt + forced,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Item("book", 0, prompt, tuple(draw[:prompt]), tuple(draw[prompt:]), {MAIN: Span(1, forced)})
+
+
+def test_scores_by_hand() -> None:
+    # Vocabulary of 3; forced tokens 0, 2, 1: rows predict token 1 (which is 2) and token 2 (which is 1).
+    ours = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1]]).log()
+    truth = torch.tensor([[0.25, 0.25, 0.5], [0.1, 0.8, 0.1]]).log()
+    item = Item("t", 0, 1, (0, 0), (0, 2, 1), {MAIN: Span(1, 3)}, choices=(2, 0))
+    found = score(ours, truth, item, item.spans[MAIN])
+    assert found.nll == pytest.approx(-(math.log(0.5) + math.log(0.3)) / 2)
+    assert (found.exact, found.top1, found.agreement, found.choice) == (False, 0.5, 0.5, True)
+    first = 0.25 * math.log(0.25 / 0.2) + 0.25 * math.log(0.25 / 0.3)
+    second = 0.1 * math.log(0.1 / 0.6) + 0.8 * math.log(0.8 / 0.3)
+    assert found.kl == pytest.approx((first + second) / 2, rel=1e-5)
+    last = score(ours, truth, item, Span(2, 3))
+    assert (last.top1, last.choice) == (0.0, False)
+
+
+def test_a_system_that_keeps_everything_is_fullkv() -> None:
+    systems = [System("fullkv"), System("qevict", 1.0, {"quant_share": 0.0}), System("snapkv", 1.0)]
+    full, *others = measure(tiny_loaded(positions=512), item_of(), systems, kv_dtype="model")
+    assert full.scores[MAIN].kl == 0.0 and full.share == 1.0
+    for outcome in others:
+        assert outcome.scores[MAIN].kl < 1e-6
+        assert outcome.scores[MAIN].nll == pytest.approx(full.scores[MAIN].nll, abs=1e-4)
+
+
+def test_less_memory_is_further_from_fullkv_and_bytes_are_measured() -> None:
+    systems = [System("qevict", 0.2), System("qevict", 0.6), System("streamingllm", 0.2), System("kivi-2")]
+    tight, loose, window, kivi = measure(tiny_loaded(positions=512), item_of(seed=3), systems)
+    assert tight.scores[MAIN].kl > loose.scores[MAIN].kl > 0.0
+    assert tight.share <= 0.2 * 212 / 211 and 0.4 < loose.share <= 0.6 * 212 / 211
+    assert 0.15 < window.share <= 0.2 * 212 / 211
+    assert kivi.bytes > 0 and kivi.ms_per_token is not None
+
+
+def test_an_infeasible_system_says_so_and_the_rest_runs() -> None:
+    tiny, fine = measure(tiny_loaded(positions=512), item_of(), [System("qevict", 0.02), System("qevict", 0.3)])
+    assert tiny.infeasible is not None and tiny.smallest_share is not None and not tiny.scores
+    assert fine.infeasible is None and MAIN in fine.scores
+
+
+def test_results_do_not_depend_on_the_company() -> None:
+    loaded, item = tiny_loaded(positions=512), item_of(seed=5)
+    (alone,) = measure(loaded, item, [System("qevict", 0.3)])
+    _, together = measure(loaded, item, [System("h2o", 0.3), System("qevict", 0.3)])
+    assert alone.scores[MAIN].nll == pytest.approx(together.scores[MAIN].nll, abs=1e-5)
+    assert alone.bytes == together.bytes
+
+
+def test_wrong_items() -> None:
+    with pytest.raises(PromptError, match="places"):
+        measure(tiny_loaded(positions=128), item_of(), [System("fullkv")])
+    with pytest.raises(PromptError, match="2 are needed"):
+        measure(tiny_loaded(positions=128), item_of(prompt=1), [System("fullkv")])

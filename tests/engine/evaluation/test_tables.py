@@ -1,0 +1,132 @@
+"""Tables from hand-made rows: intervals are paired, floors and contradictions are said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine.evaluation.items import MAIN
+from engine.evaluation.statistics import stratified
+from engine.evaluation.tables import (
+    ablation_table,
+    direction_table,
+    pareto_points,
+    policy_table,
+    promotion_table,
+    rival_differences,
+    score_table,
+)
+
+
+def row(
+    system: str, index: int, value: float, *, task: str = "niah1_raw", share: float | None = 0.2, **more: Any
+) -> dict[str, Any]:
+    label = system if share is None else f"{system} {share:.0%}"
+    figures = {"nll": 1.0 - value, "exact": bool(value), "top1": value, "kl": 1.0 - value, "agreement": value}
+    return {
+        "kind": "item", "task": task, "length": 512, "question": "after", "index": index, "prompt_hash": str(index),
+        "system": system, "kv_budget": share, "parameters": {}, "label": label, "full": system == "fullkv",
+        "scores": {MAIN: figures | {"choice": None}}, "bytes": 100, "share": share or 1.0, "ms_per_token": 2.0,
+        "backend": "", "infeasible": None, "smallest_share": None,
+    } | more  # fmt: skip
+
+
+def items(system: str, values: list[float], **more: Any) -> list[dict[str, Any]]:
+    return [row(system, index, value, **more) for index, value in enumerate(values)]
+
+
+def test_fullkv_comes_first_and_differences_are_paired_with_it() -> None:
+    rows = items("h2o", [0, 0, 1, 1]) + items("fullkv", [1, 1, 1, 1], share=None)
+    full, h2o = score_table(rows)
+    assert full["system"] == "fullkv" and full["score"]["mean"] == 1.0 and full["able"] is True
+    assert h2o["score"]["mean"] == 0.5 and h2o["score_minus_full"]["mean"] == -0.5 and h2o["n"] == 4
+    assert h2o["nll_minus_full"]["mean"] == 0.5
+
+
+def test_a_task_below_the_floor_is_labelled_and_compared_nowhere() -> None:
+    rows = items("fullkv", [0.0] * 20, share=None) + items("qevict", [0.0] * 20) + items("h2o", [1.0] * 20)
+    assert {line["note"] for line in score_table(rows)} == {"this model cannot do this task"}
+    assert rival_differences(rows) == []
+    few = items("fullkv", [0.0] * 3, share=None)
+    assert score_table(few)[0]["able"] is None and score_table(few)[0]["note"] == ""
+    # Five choices: 0.3 is above the floor and below twice chance.
+    labels = [row("fullkv", i, 0.0, task="icl_label5", share=None) for i in range(20)]
+    for number, entry in enumerate(labels):
+        entry["scores"][MAIN]["choice"] = number < 6
+    assert score_table(labels)[0]["able"] is False
+
+
+def test_an_infeasible_cell_names_the_smallest_budget() -> None:
+    rows = items("fullkv", [1.0], share=None) + [row("qevict", 0, 0, infeasible="too small", smallest_share=0.08)]
+    line = score_table(rows)[1]
+    assert (line["n"], line["infeasible"], line["smallest_share"]) == (0, "too small", 0.08)
+
+
+def test_rivals_are_compared_item_by_item_and_contradictions_are_named() -> None:
+    full = items("fullkv", [1.0] * 12, share=None)
+    ours, theirs = items("qevict", [1.0] * 10 + [0.0] * 2), items("h2o", [0.0] * 10 + [0.0] * 2)
+    (found,) = rival_differences(full + ours + theirs)
+    assert found["score_difference"]["mean"] == pytest.approx(10 / 12) and found["verdict_score"] == "holds"
+    swapped = [entry | {"system": {"qevict": "h2o", "h2o": "qevict"}[entry["system"]]} for entry in ours + theirs]
+    assert rival_differences(full + swapped)[0]["verdict_score"] == "CONTRADICTED"
+    books = items("fullkv", [1.0] * 5, share=None, task="book") + items("qevict", [0.5] * 5, task="book")
+    (book,) = rival_differences(books + items("h2o", [0.25] * 5, task="book"))
+    assert book["kl_difference"]["mean"] == pytest.approx(-0.25) and book["verdict_kl"] == "holds"
+
+
+def test_a_macro_average_weighs_tasks_alike() -> None:
+    assert stratified([[1.0] * 10, [0.0, 0.0]]).mean == 0.5
+    with pytest.raises(ValueError, match="at least one"):
+        stratified([[1.0], []])
+
+
+def policies(r3: float, r1: float, index: int) -> dict[str, Any]:
+    def summary(fmm: float) -> dict[str, Any]:
+        return {
+            "fmm": fmm, "fmm_history": fmm, "churn_per_event": 0.1, "churn_per_step": 0.1, "lir": 0.0, "promotions": 1,
+            "mass_share_history": {"full": 0.5, "quant": 0.3, "evicted": 0.2},
+        }  # fmt: skip
+
+    found = {"promotions": 2, "net_gain": [0.1, 0.3], "wanted": 0.6, "stayed_wanted": 0.3}
+    return {
+        "kind": "policies", "kv_budget": 0.2, "index": index, "policies": {"R3": summary(r3), "R1": summary(r1)},
+        "promotion": found | {"fmm_on_minus_off": -0.01, "full_on_minus_off": 0.02},
+    }  # fmt: skip
+
+
+def test_directions_hold_are_contradicted_or_stay_open() -> None:
+    def verdict(pairs: list[tuple[float, float]]) -> str:
+        rows = [policies(a, b, i) for i, (a, b) in enumerate(pairs)]
+        return next(line["verdict"] for line in direction_table(rows) if line["claim"] == "R3 misses less than R1")
+
+    assert verdict([(0.2, 0.3), (0.1, 0.2), (0.2, 0.4)]) == "holds"
+    assert verdict([(0.3, 0.2), (0.2, 0.1), (0.4, 0.2)]) == "CONTRADICTED"
+    assert verdict([(0.3, 0.2), (0.1, 0.2)]) == "not settled"
+
+
+def test_policy_and_promotion_tables() -> None:
+    rows = [policies(0.2, 0.3, 0), policies(0.4, 0.5, 1)]
+    table = {line["policy"]: line for line in policy_table(rows)}
+    assert table["R3"]["fmm"]["mean"] == pytest.approx(0.3) and table["R3"]["texts"] == 2
+    (promotion,) = promotion_table(rows)
+    assert promotion["promotions"] == 4 and promotion["net_gain"]["mean"] == pytest.approx(0.2)
+    assert promotion["lift"]["mean"] == pytest.approx(2.0) and promotion["paper_lift"] == 2.34
+
+
+def test_an_ablation_is_paired_with_the_articles_choice() -> None:
+    rows = []
+    for value, kl in ((2, 0.2), (4, 0.1)):
+        for index in range(6):
+            entry = row("qevict", index, 0.0, task="book", parameters={"bits": value})
+            entry["scores"][MAIN]["kl"] = kl + index
+            rows.append(entry)
+    two, four = ablation_table(rows, "bits")
+    assert two["verdict"] == "article's choice" and four["verdict"] == "better than the article's choice"
+    assert four["minus_article_choice"]["mean"] == pytest.approx(-0.1)
+
+
+def test_points_of_a_plot_leave_impossible_tasks_out() -> None:
+    table = score_table(items("fullkv", [1.0] * 3, share=None, task="book") + items("h2o", [0.5] * 3, task="book"))
+    assert [point["system"] for point in pareto_points(table)] == ["fullkv", "h2o"]
+    assert pareto_points(table, task="niah1_raw") == []
