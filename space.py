@@ -1,11 +1,16 @@
 """Entry of a hosted Space: the platform wants `demo.launch`, our routes join it. Never name this file app.py."""
 
+import signal
+
+from app.logs import set_up
 from app.main import create_context, entry_options, gates, open_store, prepare_gradio
 from app.settings import Settings
 
 
 def main() -> None:
     settings = Settings.from_env()
+    set_up(settings.log_json)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a platform ends us so; runs are to be kept
     prepare_gradio(settings)  # before Gradio is imported
     from app.api import include_routes
     from app.ui import build_ui
@@ -22,8 +27,10 @@ def main() -> None:
         **entry_options(context),
     )
     include_routes(app, context)
-    demo.block_thread()
-    context.close()
+    try:
+        demo.block_thread()
+    finally:
+        context.close()
 
 
 if __name__ == "__main__":

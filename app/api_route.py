@@ -5,8 +5,11 @@ Knows the program's errors and their HTTP status; knows no single route.
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path as FilePath
 from typing import Annotated, Any
 
 from fastapi import HTTPException, Path, Query, Request, Response
@@ -79,6 +82,16 @@ def program_version() -> str:
     try:
         return version("qevict-lab")
     except PackageNotFoundError:
+        return _version_in_checkout()
+
+
+@cache
+def _version_in_checkout() -> str:
+    """A hosted Space runs from the files alone: nothing is installed there under our name."""
+    file = FilePath(__file__).resolve().parent.parent / "pyproject.toml"
+    try:
+        return str(tomllib.loads(file.read_text(encoding="utf-8"))["project"]["version"])
+    except (OSError, ValueError, KeyError):
         return "unknown"
 
 

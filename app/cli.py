@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from app import bench_command, diagnose_command
+from app import bench_command, compare_command, diagnose_command, eval_command
 from engine.config import BACKENDS, KV_DTYPES, RANKERS, SCORE_SCOPES
 from engine.errors import EngineError
 from presets.loader import DEFAULT, load_models, load_presets
@@ -98,11 +98,17 @@ def _parser() -> argparse.ArgumentParser:
         listing = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         listing.add_argument("--json", action="store_true", help="as JSON")
         listing.set_defaults(command=command)
+        if name == "doctor":
+            listing.add_argument(
+                "--fix-database", action="store_true", help="mend the session database; end the server first"
+            )
         if name == "models":
             listing.add_argument("--convert", action="store_true", help="prepare the embedded model for quick loading")
     _add_sessions(commands)
     bench_command.add(commands)
+    compare_command.add(commands)
     diagnose_command.add(commands)
+    eval_command.add(commands)
     return parser
 
 
@@ -120,6 +126,7 @@ def _add_serve(commands: Any) -> None:
     serve = commands.add_parser("serve", help="start the page", description="Start the page and the HTTP API.")
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", type=int, help="port to listen on (default 7860)")
+    serve.add_argument("--desktop", action="store_true", help="show the page in a window of its own")
     serve.set_defaults(command=_serve)
 
 
@@ -197,7 +204,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     say("starting ...")
     from app.main import serve
 
-    serve(settings)
+    serve(settings, desktop=arguments.desktop)
     return OK
 
 
@@ -255,6 +262,8 @@ def _models(arguments: argparse.Namespace) -> int:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.fix_database:
+        return _fix_database(arguments.json)
     from app.doctor import diagnose, lines
 
     report = diagnose()
@@ -262,6 +271,18 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return _print_json(report)
     for line in lines(report):
         print(line)
+    return OK
+
+
+def _fix_database(as_json: bool) -> int:
+    from app.repair import fix
+    from app.settings import Settings
+
+    said = fix(Settings.from_env().database)
+    if as_json:
+        return _print_json(said)
+    for sentence in said:
+        print(plain(sentence))
     return OK
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from app.events import Bus
+from app.housekeeping import Housekeeping
 from app.runs import RunManager
 from app.sessions import SessionInfo, Sessions
 from app.settings import Settings
@@ -25,16 +26,19 @@ class AppContext:
     runs: RunManager
     access: Access
     signature: Signature
+    housekeeping: Housekeeping
 
     def listed(self, limit: int = 200, offset: int = 0) -> list[SessionInfo]:
         """Stored sessions that the current visitor is shown, newest first."""
         return self.sessions.list(limit, offset, self.access.listed_user)
 
     def close(self) -> None:
-        """Ends runs as "interrupted", ends all streams, writes what is left."""
+        """Ends runs as "interrupted", ends all streams, writes what is left, makes the last copy."""
         self.runs.close()
         self.bus.close()
-        self.sessions.close()
+        self.housekeeping.close()
+        if self.sessions.close():
+            self.housekeeping.save()
 
 
 def create_context(settings: Settings, **parts: Any) -> AppContext:
@@ -48,4 +52,5 @@ def create_context(settings: Settings, **parts: Any) -> AppContext:
     )
     bus = Bus(settings.ring_size, sessions.events, sessions.catch_up)
     runs = RunManager(settings, sessions, bus, visitor=current_visitor, demand=access.demand, **parts)
-    return AppContext(settings, sessions, bus, runs, access, Signature(settings.data_dir, settings.secret))
+    signature = Signature(settings.data_dir, settings.secret)
+    return AppContext(settings, sessions, bus, runs, access, signature, Housekeeping(settings, sessions))

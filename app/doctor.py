@@ -5,11 +5,13 @@ Only looks: changes and downloads nothing. What is missing comes with the comman
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import shutil
+import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,9 +147,20 @@ def _database() -> dict[str, Any]:
     except EngineError as error:
         return _finding(False, str(error))
     place = path if path.exists() else next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_file() and not _is_readable(path):
+        return _finding(False, f"{path} is damaged: run qevict doctor --fix-database")
     if os.access(place, os.W_OK):
         return _finding(True, f"{path} can be written")
     return _finding(False, f"{path} cannot be written: set QEVICT_DATA_DIR to a folder that can")
+
+
+def _is_readable(path: Path) -> bool:
+    """Whether SQLite finds the file in order; only looks at it."""
+    try:
+        with contextlib.closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            return bool(connection.execute("pragma quick_check").fetchone()[0] == "ok")
+    except sqlite3.Error:
+        return False
 
 
 def _browser() -> dict[str, Any]:

@@ -10,17 +10,21 @@ import errno
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from app.context import AppContext, create_context
+from app.logs import set_up
 from app.settings import LARGEST_UPLOAD_BYTES, Settings
 from app.store_file import StoreError
 from app.visitors import SCOPE_KEY, Visitor
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
+    import uvicorn
     from fastapi import FastAPI, Request
     from starlette.middleware import Middleware
 
@@ -102,15 +106,20 @@ def prepare_gradio(settings: Settings) -> None:
 
 
 def open_store(context: AppContext) -> None:
-    """Opens the store; where that fails the server runs without one and says so."""
+    """Opens the store, from a copy if need be; where that fails the server runs without one and says so."""
+    context.housekeeping.restore()
     try:
         context.sessions.open()
     except StoreError as error:
         log.error("%s", error)
+    context.housekeeping.start()
 
 
-def serve(settings: Settings) -> None:
+def serve(settings: Settings, *, desktop: bool = False) -> None:
     """Runs the server until it is told to end; runs that are going on are kept as "interrupted".
+
+    Args:
+        desktop: show the page in a window, and end when that is closed.
 
     Raises:
         StartError: the port is taken or can't be used.
@@ -118,6 +127,7 @@ def serve(settings: Settings) -> None:
     import uvicorn
 
     listening = _listen(settings)
+    set_up(settings.log_json)
     port = listening.getsockname()[1]
     try:
         context = create_context(settings)
@@ -133,13 +143,36 @@ def serve(settings: Settings) -> None:
 
         config = uvicorn.Config(
             app,
-            log_level="warning",
+            log_config=None,
+            access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            proxy_headers=settings.hosted,
+            proxy_headers=False,  # the gate reads what proxies say, as far as they are trusted
         )
-        Server(config).run(sockets=[listening])
+        server = Server(config)
+        if desktop:
+            _show(f"http://{shown}:{port}/", server, listening)
+        else:
+            server.run(sockets=[listening])
     finally:
         listening.close()
+
+
+def _show(url: str, server: uvicorn.Server, listening: socket.socket) -> None:
+    """Serves in a thread and keeps the main one for the window, which window toolkits ask for."""
+    from app.cli import say
+    from app.desktop import show
+
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="qevict-server")
+    thread.start()
+    try:
+        while not server.started and thread.is_alive():
+            time.sleep(0.05)
+        show(url, say, thread.join)
+    except KeyboardInterrupt:
+        say("stopping ...")
+    finally:
+        server.should_exit = True
+        thread.join(SHUTDOWN_SECONDS * 3)
 
 
 def _listen(settings: Settings) -> socket.socket:

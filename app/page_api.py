@@ -33,8 +33,8 @@ def publish(context: AppContext) -> None:
         temperature: float = 0.0,
         seed: int = 0,
         reference: bool = True,
-        settings: dict | None = None,
-    ) -> dict:
+        settings: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
         """Puts a run in the queue and returns its session id; `settings` overrides the preset's by name."""
         with _told():
             config = load_preset(preset).config.replace(planned_new_tokens=max_new_tokens, **(settings or {}))
@@ -53,12 +53,12 @@ def publish(context: AppContext) -> None:
             return context.runs.stop(sid)
         return False
 
-    def list_sessions(limit: int = 200) -> list:
+    def list_sessions(limit: int = 200) -> list[dict[str, Any]]:
         """Stored sessions that the caller may see, newest first."""
         with _told():
             return [_plain(info) for info in context.listed(max(0, min(limit, 1000)))]
 
-    def get_session(sid: str) -> dict:
+    def get_session(sid: str) -> dict[str, Any]:
         """One session with its settings, versions and summary."""
         with _told():
             info = context.sessions.get(sid)
@@ -69,7 +69,7 @@ def publish(context: AppContext) -> None:
                 "status": context.runs.status(sid).state,
             }
 
-    def export_session(sid: str, kind: str = "jsonl") -> dict:
+    def export_session(sid: str, kind: str = "jsonl") -> dict[str, Any]:
         """The address, relative to this server, under which a session can be downloaded as `kind`."""
         with _told():
             if kind not in EXPORTS:

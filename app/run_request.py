@@ -6,7 +6,7 @@ Knows settings and the engine's configuration; imports neither torch nor a web f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from engine.errors import ConfigError, ModelNotFoundError, PromptError
 
 if TYPE_CHECKING:
     from engine.generate import RunOptions
+    from engine.trace import TraceEvent
 
 OPTIONS: dict[str, tuple[type, ...]] = {
     "max_new_tokens": (int,),
@@ -59,6 +60,7 @@ class RunRequest:
         policy: name that the trace carries.
         messages: a conversation of (role, text) that stands in for `prompt` once the model's template is at hand.
         user, address: who asks, see `app.visitors`; empty = filled in from the current request.
+        job: makes the events instead of the engine, called in the same way; such a run is not stored.
     """
 
     prompt: str
@@ -76,6 +78,7 @@ class RunRequest:
     messages: tuple[tuple[str, str], ...] = ()
     user: str = ""
     address: str = ""
+    job: Callable[..., Iterator[TraceEvent]] | None = field(default=None, compare=False, repr=False)
 
     @property
     def session_title(self) -> str:

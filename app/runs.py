@@ -214,17 +214,18 @@ class RunManager:
     def _enter(self, request: RunRequest) -> Run:
         session = new_session_id()
         notices: list[str] = []
-        stored = True
+        stored = request.job is None
         try:
-            self._sessions.create(
-                model=request.model,
-                policy=request.policy,
-                settings=request.record(),
-                title=request.session_title,
-                session=session,
-                state="queued",
-                user=request.user,
-            )
+            if stored:
+                self._sessions.create(
+                    model=request.model,
+                    policy=request.policy,
+                    settings=request.record(),
+                    title=request.session_title,
+                    session=session,
+                    state="queued",
+                    user=request.user,
+                )
         except StoreError as error:
             stored = False
             notices.append(f"{error} The run goes on and can be followed, but it is not kept.")
@@ -310,7 +311,7 @@ class RunManager:
         self._end(run, end)
         tokens = run.output.tally.num_tokens
         seconds = time.monotonic() - run.began
-        if end.why in ("eos", "length"):
+        if end.why in ("eos", "length") and run.request.job is None:
             self._times.add(seconds, run.tokens)
         self.metrics.count("qevict_tokens_total", tokens)
         self.metrics.observe("qevict_run_seconds", seconds)
@@ -363,6 +364,7 @@ class RunManager:
         if request.messages:
             prompt, values["chat"] = render(loaded, request.messages), False
         engine, options = self._engine_and_options(values)
+        engine = request.job or engine
         config = request.config
         for attempt in range(3):
             events = engine(

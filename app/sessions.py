@@ -126,8 +126,8 @@ class Sessions:
             self._owner = owner
             self._writer = Writer(self.path, self._wait_seconds, self._max_backlog)
 
-    def close(self) -> None:
-        """Writes what is waiting and lets the file go; `open` may be called again."""
+    def close(self) -> bool:
+        """Writes what is waiting and lets the file go; `open` may be called again. False if it was not open."""
         with self._opening:
             writer, self._writer = self._writer, None
             owner, self._owner = self._owner, None
@@ -135,6 +135,7 @@ class Sessions:
             writer.close()
         if owner is not None:
             owner.release()
+        return writer is not None
 
     @property
     def trouble(self) -> str:
@@ -238,6 +239,24 @@ class Sessions:
 
         self._now(remove)
         self._now(_empty_log)
+
+    def delete_older(self, before: float) -> int:
+        """Removes all sessions made before a time, in seconds since 1970, and returns how many; none that go on."""
+        rows = self._select(
+            "select id from session where created < ? and state not in ('queued', 'running') limit 10000", [before]
+        )
+        if not rows:
+            return 0
+
+        def remove(db: Database) -> None:
+            with db.atomic():
+                for row in rows:
+                    for table, column in (("event", "session"), ("mark", "session"), ("session", "id")):
+                        db.execute(f"delete from {table} where {column} = ?", [row["id"]])
+
+        self._now(remove)
+        self._now(_empty_log)
+        return len(rows)
 
     def mark(self, session: str, event_id: int, row: int, windows: Sequence[int], text: str, author: str = "") -> None:
         """Stores a note on windows of a session.

@@ -33,7 +33,8 @@ LANGUAGE_NAMES = {"en": "EN", "zh": "中文"}
 def build_ui(context: AppContext) -> gr.Blocks:
     """The whole page over a server's sessions, runs and bus; pass `page_options()` to `launch` or the mount."""
     labels = Labels()
-    with gr.Blocks(title=text(DEFAULT, "page.title"), analytics_enabled=False, fill_width=True) as demo:
+    demo = gr.Blocks(title=text(DEFAULT, "page.title"), analytics_enabled=False, fill_width=True)
+    with demo:
         lang = gr.State(DEFAULT)
         kept = gr.BrowserState({"lang": ""}, storage_key=STORAGE_KEY, secret=STORAGE_SECRET)
         live = LiveTab(context, labels, lang)

@@ -179,7 +179,7 @@
       const head = el("div", "qe-text-head", box);
       el("b", "", head).textContent = this._t("view.text");
       ui.textNote = el("span", "qe-note", head);
-      ui.generated = el("div", "qe-tokens qe-generated", box, { dir: "auto", tabindex: "0", "aria-label": this._t("view.text"), role: "region" });
+      ui.generated = el("div", "qe-tokens qe-generated", box, { dir: "auto", tabindex: "0", "aria-label": this._t("view.text"), role: "group" });
       this._pointTokens(ui.generated);
     },
 
@@ -187,7 +187,7 @@
       const { ui } = this;
       ui.prompt = el("details", "qe-prompt", this.host);
       ui.promptName = el("summary", "", ui.prompt);
-      ui.promptText = el("div", "qe-tokens", ui.prompt, { dir: "auto", tabindex: "0" });
+      ui.promptText = el("div", "qe-tokens", ui.prompt, { dir: "auto", tabindex: "0", role: "group", "aria-label": this._t("view.prompt_text") });
       ui.prompt.addEventListener("toggle", () => this._invalidate("text"));
       this._pointTokens(ui.promptText);
     },

@@ -205,7 +205,7 @@ def test_deleting_a_running_session_stops_it_first(slow: Server) -> None:
     assert slow.http.get("/sessions").json() == {"sessions": []}
 
 
-def test_the_list_has_no_prompts_and_can_be_closed(tmp_path: Path) -> None:
+def test_the_list_has_no_prompts_and_can_be_kept_to_each_visitor(tmp_path: Path) -> None:
     server = Server(tmp_path / "a", FakeEngine())
     sid = server.start("my secret", title="t")
     assert server.context.runs.wait(sid, 20)
@@ -214,7 +214,10 @@ def test_the_list_has_no_prompts_and_can_be_closed(tmp_path: Path) -> None:
     assert server.http.get(f"/s/{sid}").json()["settings"]["prompt"] == "my secret"
     server.close()
     closed = Server(tmp_path / "b", FakeEngine(), list_sessions=False)
-    assert closed.http.get("/sessions").status_code == 403
+    mine = closed.start("mine")
+    assert closed.context.runs.wait(mine, 20)
+    assert [info["id"] for info in closed.http.get("/sessions").json()["sessions"]] == [mine]
+    assert httpx.get(f"{closed.url}/sessions").json() == {"sessions": []}
     closed.close()
 
 

@@ -34,7 +34,7 @@ class ServerProcess:
             )
         self.url = self._wait()
 
-    def _wait(self, seconds: float = 120.0) -> str:
+    def _wait(self, seconds: float = 90.0) -> str:
         until = time.monotonic() + seconds
         while time.monotonic() < until and self._process.poll() is None:
             for line in self.log.read_text("utf-8", errors="replace").splitlines():

@@ -117,8 +117,7 @@ def test_walk(open_page: Callable[..., Any], artifacts: Path) -> None:
     page.screenshot(path=str(artifacts / "replay-1920.png"))
     page.get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Yes, delete").click()
-    page.wait_for_selector("#qe-replay-message .qe-page-message", timeout=30_000)
-    assert "is deleted" in page.locator("#qe-replay-message").inner_text()
+    page.get_by_text("“A note for the house-sitter” is deleted.").wait_for(timeout=30_000)
     assert page.locator(f"button[data-sid='{session}']").count() == 0
 
 
