@@ -65,6 +65,7 @@ class FusedCudaBackend(SdpaBackend):
         self._bound: dict[int, _Bound] = {}
         self._space: _Workspace | None = None
         self._space_for: tuple[Any, ...] = ()
+        self._shift: Tensor | None = None
         self._columns = -1
         self.stages = 2
         self._fixed: dict[KernelShape, dict[str, dict[str, Any]]] = {}
@@ -105,7 +106,7 @@ class FusedCudaBackend(SdpaBackend):
             self._fixed[kernels] = fixed
         arena_splits, ledger_splits = splits(state, kernels, query.device)
         parts = arena_splits + ledger_splits
-        space, bound = self._workspace(state, query, parts), self._bind(state, layer)
+        space, bound = self._workspace(state, query), self._bind(state, layer)
         self._tick(state, space)
         heads = shape.batch * shape.num_kv_heads
         # Base-2 logits: the factor goes into the query, except under a cap, which needs them as they are.
@@ -174,13 +175,14 @@ class FusedCudaBackend(SdpaBackend):
             space.clock.fill_(state.columns)
         self._columns = state.columns
 
-    def _workspace(self, state: KVState, query: Tensor, parts: int) -> _Workspace:
-        store, shape = state.pool, state.shape
+    def _workspace(self, state: KVState, query: Tensor) -> _Workspace:
+        store, shape, space = state.pool, state.shape, self._space
         wanted = (shape.batch, store.slots, store.lane_blocks, query.dtype, query.device, tuple(state.pads))
-        if self._space is not None and self._space_for == wanted and self._space.part_lse.shape[1] >= parts:
-            return self._space
+        if space is not None and self._space_for == wanted and self._shift is state.shift:
+            return space
         heads, group, dim = shape.batch * shape.num_kv_heads, state.group_heads, shape.head_dim
         half = query.dtype in (torch.float16, torch.bfloat16)
+        parts = 2 * most_splits(state, query.device)
 
         def empty(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.empty(size, dtype=dtype, device=query.device)
@@ -189,7 +191,7 @@ class FusedCudaBackend(SdpaBackend):
             return state.rows(numbers)[: shape.rows_per_layer].to(torch.int32).contiguous()
 
         self._columns = -1
-        self._space_for = wanted
+        self._space_for, self._shift = wanted, state.shift
         self._space = _Workspace(
             # Codes, scales and zeros are made for float16: its products carry more digits than bfloat16's.
             turned=empty(heads, state.config.window_size, group, dim, dtype=torch.float16 if half else torch.float32),
@@ -278,14 +280,19 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def most_splits(state: KVState, device: torch.device) -> int:
+    """Programs per KV head that fill the device."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    heads = state.shape.batch * state.shape.num_kv_heads
+    return max(1, min(MAX_PARTS // 2, -(-PROGRAMS_PER_PROCESSOR * processors // heads)))
+
+
 def splits(state: KVState, kernels: KernelShape, device: torch.device) -> tuple[int, int]:
-    """Programs per KV head for arena and ledger; any numbers are correct, these fill the device.
+    """Programs per KV head for arena and ledger; any numbers are correct, these leave none idle.
 
     They follow host counts that change at events only, or when a block opens.
     """
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    heads = state.shape.batch * state.shape.num_kv_heads
-    most = max(1, min(MAX_PARTS // 2, -(-PROGRAMS_PER_PROCESSOR * processors // heads)))
+    most = most_splits(state, device)
     arena = -(-state.arena_used * kernels.window // kernels.arena_tokens)
     ledger = -(-state.live_used // kernels.ledger_windows)
     return max(1, min(most, arena)), min(most, ledger)

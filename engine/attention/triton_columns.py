@@ -27,7 +27,7 @@ def constants(group: int, dim: int, wide: bool) -> dict[str, Any]:
     return {"G": group, "D": dim, "DP": padded, "TILE_K": edge, "TILE_Q": edge}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "keys", "first_query", "first_key"])
 def columns(
     query, key, lse, weights, mass,
     queries, keys, first_query, first_key, scale, softcap, power,

@@ -21,7 +21,7 @@ from engine.baselines.base import RunPlan
 from engine.baselines.fanout import FanOut
 from engine.baselines.matching import BudgetSpec
 from engine.budget import KVShape
-from engine.errors import BudgetError, PromptError
+from engine.errors import BackendError, BudgetError, ConfigError, EngineError, PromptError
 from engine.evaluation.items import Item, Span
 from engine.generate import PREFILL_CHUNK, _prompt_parts
 from engine.models import LoadedModel
@@ -96,7 +96,7 @@ def measure(
 
     Raises:
         PromptError: more tokens than the model has positions, or a prompt of fewer than 2.
-        ConfigError, BackendError, UnsupportedModelError: a system that can't run on this model.
+        ConfigError: an unknown system or parameter. UnsupportedModelError: the model can't be managed.
     """
     total = len(item.prompt) + len(item.forced)
     if total > loaded.max_positions:
@@ -109,18 +109,18 @@ def measure(
     stored = RunPlan(kv_dtype=kv_dtype).stored(loaded.model.dtype)
     shape = KVShape(own.num_layers, own.num_kv_heads, own.head_dim, stored.itemsize)
     caches: list[Any] = []
-    refused: dict[int, BudgetError] = {}
+    refused: dict[int, EngineError] = {}
     for place, system in enumerate(systems):
         if system.name == FULL:
             continue
         rival = registry.rival(system.name, system.parameters)
         budget = BudgetSpec(share=system.share) if system.share is not None and rival.budgeted else None
         run = RunPlan(budget, new, kv_dtype, seed, loaded.tokenizer)
-        rival.check(shape, shape.head_dim)
         try:
+            rival.check(shape, shape.head_dim)
             rival.account(shape, len(item.prompt), new - 1, run)
             caches.append((place, rival.build(loaded.model, run)))
-        except BudgetError as error:
+        except (BudgetError, ConfigError, BackendError) as error:
             refused[place] = error
     fan = FanOut(loaded.model, [full, *(cache for _, cache in caches)])
     at = 0
@@ -154,7 +154,8 @@ def measure(
     for place, system in enumerate(systems):
         if place in refused:
             why = refused[place]
-            outcomes[place] = Outcome(system, infeasible=str(why), smallest_share=why.smallest_share)
+            least = why.smallest_share if isinstance(why, BudgetError) else None
+            outcomes[place] = Outcome(system, infeasible=str(why), smallest_share=least)
         elif system.name == FULL:
             scores = {name: score(truth, truth, item, span) for name, span in item.spans.items()}
             outcomes[place] = Outcome(system, scores, shape.full_kv_bytes(total - 1), 1.0, None, "fullkv")

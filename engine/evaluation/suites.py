@@ -103,7 +103,10 @@ def directions(loaded: LoadedModel, texts: Sequence[Text], *, seed: int = 0, kv_
     """Policies on the traces of 20 texts at three budgets: the article's directions with intervals, in minutes."""
     traces = continuations(loaded.tokenizer, texts, 1024, 128, 20)
     groups: list[Group] = [PolicyGroup(item, BUDGETS, QEvictConfig(kv_dtype=kv_dtype)) for item in traces]
-    return Suite("directions", tuple(groups), ("everything that needs a real cache",), kv_dtype, seed)
+    left_out = ["everything that needs a real cache: quality, bytes, the feedback of quantization on scores"]
+    if len(traces) < 20:
+        left_out.append(f"20 texts were wanted, {len(traces)} are there: name a folder with --data")
+    return Suite("directions", tuple(groups), tuple(left_out), kv_dtype, seed)
 
 
 def ablation(

@@ -7,7 +7,6 @@ Item i of a task depends on the seed, i, the length and the texts alone. Knows t
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -174,7 +173,9 @@ def _labels(make: _Maker) -> Item:
     """Made-up labels of five kinds of things; a new thing is asked."""
     encoded = {label: make.ids(f" {label}\n") for label in LABELS}
     # Some tokenizers give every label the same first token, a space: that part belongs to the question.
-    common = len(os.path.commonprefix(list(encoded.values())))
+    common = 0
+    while len({tuple(ids[: common + 1]) for ids in encoded.values()}) == 1:
+        common += 1
     names: list[str] = []
     firsts: list[int] = []
     for label, ids in encoded.items():
@@ -199,7 +200,9 @@ def _labels(make: _Maker) -> Item:
     right = label_of[kind]
     choices = (firsts[right], *(first for first in firsts if first != firsts[right]))
     answer = encoded[names[right]]
-    return make.item(context, make.ids(f"{asked} ->") + answer[:common], answer[common:-1] or answer[common:], choices=choices)
+    return make.item(
+        context, make.ids(f"{asked} ->") + answer[:common], answer[common:-1] or answer[common:], choices=choices
+    )
 
 
 def _drift(make: _Maker) -> Item:
@@ -243,11 +246,7 @@ def task_info(name: str) -> TaskInfo:
     if name == _BOOK.name:
         return _BOOK
     if name not in _TASKS:
-        from engine.evaluation.ruler import RULER
-
-        if name in RULER:
-            return RULER[name].info
-        raise ConfigError(f"task must be one of book, {', '.join([*_TASKS, *RULER])}, got {name!r}.")
+        raise ConfigError(f"task must be one of book, {', '.join(_TASKS)}, got {name!r}.")
     return _TASKS[name][1]
 
 

@@ -406,7 +406,7 @@ def test_assisted_and_lookup_decoding_are_refused() -> None:
     model = model_of("llama")
     with pytest.raises((ValueError, CacheUseError)), torch.no_grad():
         model.generate(input_ids=prompt_of(60), **{cache_keyword(model): QEvictCache(model, TIGHT)}, max_new_tokens=20,
-                       prompt_lookup_num_tokens=3, do_sample=False)  # fmt: skip
+                       prompt_lookup_num_tokens=3, do_sample=False, eos_token_id=1, pad_token_id=0)  # fmt: skip
 
 
 def test_a_cache_without_its_attention_is_refused() -> None:

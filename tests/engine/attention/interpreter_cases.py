@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,6 +124,7 @@ def clean(state: KVState) -> KVState:
 def both(case: Case, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(kernel's, twin's) output, scores and newest key."""
     monkeypatch.setattr(fused_cuda, "splits", lambda *given: case.splits)
+    monkeypatch.setattr(fused_cuda, "most_splits", lambda *given: max(case.splits))
     state = case.state(seed)
     twin = clean(state)
     batch = len(case.pads)
@@ -148,6 +150,11 @@ def both(case: Case, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> dict[str
     return found
 
 
+def named(name: str) -> Callable[[str], str]:
+    """Puts a name before what differs."""
+    return lambda text: f"{name}: {text}"
+
+
 EXACT = (
     Case(),
     Case(group=1, dim=80, bits=4, window=4, splits=(1, 1)),
@@ -168,7 +175,7 @@ EXACT = (
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_float32_query_agrees_with_the_twin(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, (mine, theirs) in both(case, monkeypatch).items():
-        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(mine, theirs, atol=2e-5, rtol=2e-5, msg=named(name))
 
 
 # bfloat16 products are left to a device: the interpreter multiplies their bit patterns.
@@ -217,10 +224,19 @@ def test_a_run_with_events_and_an_append(shape: dict[str, Any]) -> None:
     for ours, wanted in zip(mine.outputs, theirs.outputs, strict=True):
         for a, b in zip(ours, wanted, strict=True):
             torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
-    ours, wanted = mine.cache.state.pool, theirs.cache.state.pool
-    assert torch.equal(ours.ledger_ids, wanted.ledger_ids) and torch.equal(ours.arena_ids, wanted.arena_ids)
-    torch.testing.assert_close(ours.arena_scores, wanted.arena_scores, atol=2e-5, rtol=2e-5)
-    torch.testing.assert_close(ours.ledger_scores, wanted.ledger_scores, atol=2e-5, rtol=2e-5)
+    pool, twin = mine.cache.state.pool, theirs.cache.state.pool
+    assert torch.equal(pool.ledger_ids, twin.ledger_ids) and torch.equal(pool.arena_ids, twin.arena_ids)
+    torch.testing.assert_close(pool.arena_scores, twin.arena_scores, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(pool.ledger_scores, twin.ledger_scores, atol=2e-5, rtol=2e-5)
+
+
+def test_a_run_without_a_quant_tier() -> None:
+    config = QEvictConfig(kv_budget=0.5, quant_share=0.0, planned_new_tokens=20, window_size=2, sink_tokens=3)
+    mine, theirs = (driven(config, kernels, [40, 1, 1, 1], layers=1) for kernels in (True, False))
+    for ours, wanted in zip(mine.outputs, theirs.outputs, strict=True):
+        torch.testing.assert_close(ours[0], wanted[0], atol=2e-5, rtol=2e-5)
+    pools = mine.cache.state.pool, theirs.cache.state.pool
+    torch.testing.assert_close(pools[0].arena_scores, pools[1].arena_scores, atol=2e-5, rtol=2e-5)
 
 
 @pytest.mark.parametrize("past", (0, 30))

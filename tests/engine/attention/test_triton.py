@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from engine.attention import unavailable
+
 ROOT = Path(__file__).parents[3]
 
-pytestmark = pytest.mark.skipif(
+needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
     reason="package triton is not installed: the CUDA kernels cannot be interpreted or compiled here",
 )
@@ -32,6 +34,7 @@ def run(*command: str, **environment: str) -> str:
     return result.stdout
 
 
+@needs_triton
 @pytest.mark.timeout(900)  # the interpreter is slow, and slower on a loaded machine
 def test_kernels_agree_with_the_twin_in_the_interpreter() -> None:
     """A process of its own: Triton reads the switch when it is imported."""
@@ -40,6 +43,7 @@ def test_kernels_agree_with_the_twin_in_the_interpreter() -> None:
     assert " passed" in said and "skipped" not in said, said[-2000:]
 
 
+@needs_triton
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", (80, 90))
 def test_kernels_compile_for_a_device_that_is_not_here(architecture: int, tmp_path: Path) -> None:
@@ -55,3 +59,16 @@ def test_kernels_compile_for_a_device_that_is_not_here(architecture: int, tmp_pa
     assert len(lines) == 5
     for line in lines:
         assert f"'architecture': {architecture}" in line and "'stack_bytes': 0" in line, line
+
+
+def test_a_cuda_run_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    reason = unavailable("fused", "cuda:0", 64)
+    assert reason is not None and "triton" in reason and "sdpa" in reason
+
+
+def test_what_the_cuda_kernels_cannot_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    assert unavailable("fused", "cuda:0", 256) is None
+    assert "head_dim" in (unavailable("fused", "cuda:0", 320) or "")
+    assert "xpu" in (unavailable("fused", "xpu", 64) or "")

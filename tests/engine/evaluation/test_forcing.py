@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engine.errors import PromptError
+from engine.errors import ConfigError, PromptError
 from engine.evaluation.forcing import System, measure, score
 from engine.evaluation.items import MAIN, Item, Span
 from tests.tiny import tiny_loaded
@@ -45,7 +45,12 @@ def test_a_system_that_keeps_everything_is_fullkv() -> None:
 
 
 def test_less_memory_is_further_from_fullkv_and_bytes_are_measured() -> None:
-    systems = [System("qevict", 0.2), System("qevict", 0.6), System("streamingllm", 0.2), System("kivi-2")]
+    systems = [
+        System("qevict", 0.2),
+        System("qevict", 0.6),
+        System("streamingllm", 0.2),
+        System("kivi-2", None, {"group_size": 16}),
+    ]
     tight, loose, window, kivi = measure(tiny_loaded(positions=512), item_of(seed=3), systems)
     assert tight.scores[MAIN].kl > loose.scores[MAIN].kl > 0.0
     assert tight.share <= 0.2 * 212 / 211 and 0.4 < loose.share <= 0.6 * 212 / 211
@@ -57,6 +62,13 @@ def test_an_infeasible_system_says_so_and_the_rest_runs() -> None:
     tiny, fine = measure(tiny_loaded(positions=512), item_of(), [System("qevict", 0.02), System("qevict", 0.3)])
     assert tiny.infeasible is not None and tiny.smallest_share is not None and not tiny.scores
     assert fine.infeasible is None and MAIN in fine.scores
+
+
+def test_a_system_that_does_not_fit_the_model_says_so() -> None:
+    (kivi,) = measure(tiny_loaded(positions=512), item_of(), [System("kivi-2")])
+    assert kivi.infeasible is not None and "group_size" in kivi.infeasible and kivi.smallest_share is None
+    with pytest.raises(ConfigError, match="unknown system"):
+        measure(tiny_loaded(positions=512), item_of(), [System("no-such-system")])
 
 
 def test_results_do_not_depend_on_the_company() -> None:

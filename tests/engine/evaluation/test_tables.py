@@ -58,7 +58,7 @@ def test_a_task_below_the_floor_is_labelled_and_compared_nowhere() -> None:
 
 
 def test_an_infeasible_cell_names_the_smallest_budget() -> None:
-    rows = items("fullkv", [1.0], share=None) + [row("qevict", 0, 0, infeasible="too small", smallest_share=0.08)]
+    rows = [*items("fullkv", [1.0], share=None), row("qevict", 0, 0, infeasible="too small", smallest_share=0.08)]
     line = score_table(rows)[1]
     assert (line["n"], line["infeasible"], line["smallest_share"]) == (0, "too small", 0.08)
 

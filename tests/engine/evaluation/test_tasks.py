@@ -113,7 +113,7 @@ def test_texts_come_from_a_folder_or_its_texts(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="folder"):
         read_texts(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PromptError, match="no .txt"):
+    with pytest.raises(PromptError, match=r"no \.txt"):
         read_texts(tmp_path / "empty")
 
 
