@@ -15,9 +15,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.params import Depends as DependsParam
 from fastapi.responses import StreamingResponse
 
+from app.api_lessons import create_lessons_router
 from app.api_marks import create_marks_router
 from app.api_route import LARGEST_SEQ, NDJSON, Route, Seq, SessionId
 from app.api_server import add_docs, create_server_router
+from app.compare_api import create_compare_router
 from app.context import AppContext
 from app.events import SSE_HEADERS
 from app.openai_api import create_openai_router
@@ -40,7 +42,14 @@ BOARD_SCRIPT = "js/board.js"
 
 def include_routes(app: FastAPI, context: AppContext, dependencies: Sequence[DependsParam] = ()) -> None:
     """Adds all our addresses to an application. `dependencies` guard every one of them."""
-    makers = (create_server_router, create_router, create_marks_router, create_openai_router)
+    makers = (
+        create_server_router,
+        create_router,
+        create_marks_router,
+        create_lessons_router,
+        create_compare_router,
+        create_openai_router,
+    )
     routers = [make(context, dependencies) for make in makers]
     for router in routers:
         app.include_router(router)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from app.compare_runs import CompareRuns
 from app.events import Bus
 from app.housekeeping import Housekeeping
 from app.runs import RunManager
@@ -27,6 +28,7 @@ class AppContext:
     access: Access
     signature: Signature
     housekeeping: Housekeeping
+    compares: CompareRuns
 
     def listed(self, limit: int = 200, offset: int = 0) -> list[SessionInfo]:
         """Stored sessions that the current visitor is shown, newest first."""
@@ -53,4 +55,5 @@ def create_context(settings: Settings, **parts: Any) -> AppContext:
     bus = Bus(settings.ring_size, sessions.events, sessions.catch_up)
     runs = RunManager(settings, sessions, bus, visitor=current_visitor, demand=access.demand, **parts)
     signature = Signature(settings.data_dir, settings.secret)
-    return AppContext(settings, sessions, bus, runs, access, signature, Housekeeping(settings, sessions))
+    housekeeping, compares = Housekeeping(settings, sessions), CompareRuns(runs, bus)
+    return AppContext(settings, sessions, bus, runs, access, signature, housekeeping, compares)

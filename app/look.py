@@ -47,7 +47,7 @@ def page_options() -> dict[str, Any]:
 def head() -> str:
     """Styles and the page's own script, inlined: nothing is fetched before the first paint."""
     colors = f":root {{\n{css_variables('light')}\n}}\nbody.dark {{\n{css_variables('dark')}\n}}\n"
-    style = colors + _asset("css/app.css")
+    style = colors + _asset("css/app.css") + _asset("css/compare.css") + _asset("css/lessons.css")
     words = json.dumps({lang: {name: text(lang, key) for name, key in HINTS.items()} for lang in LANGUAGES})
     script = f"window.qePageWords = {words};\n{lean_script(_asset('js/page.js'))}"
     return f"<style>\n{style}\n</style>\n<script>\n{script}\n</script>"

@@ -30,7 +30,7 @@ def explain(error: Exception, path: Path) -> StoreError:
         why = f"the disk that holds {path} is full: free some space."
     elif "locked" in text or "busy" in text:
         why = f"{path} is locked by another program: close it."
-    elif "readonly" in text or "read-only" in text or "permission" in text or "unable to open" in text:
+    elif "readonly" in text or "read-only" in text or "permi" in text or "unable to open" in text:
         why = f"{path} can't be written: set QEVICT_DATA_DIR to a folder that can."
     elif "malformed" in text or "not a database" in text or "corrupt" in text:
         why = f"{path} is damaged: move it away, a new one is made."

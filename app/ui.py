@@ -14,6 +14,8 @@ from app import page_api
 from app.labels import Labels, pick_language
 from app.look import page_options
 from app.tabs import about
+from app.tabs.compare import QUIET, CompareTab
+from app.tabs.lessons import LessonsTab
 from app.tabs.live import LiveTab
 from app.tabs.replays import ReplaysTab
 from app.texts import DEFAULT, LANGUAGES, text
@@ -38,19 +40,28 @@ def build_ui(context: AppContext) -> gr.Blocks:
         lang = gr.State(DEFAULT)
         kept = gr.BrowserState({"lang": ""}, storage_key=STORAGE_KEY, secret=STORAGE_SECRET)
         live = LiveTab(context, labels, lang)
+        compare = CompareTab(context, labels, lang)
+        lessons = LessonsTab()
         replays = ReplaysTab(context, labels, lang)
         live.build_panel()
         language = _build_header(labels)
         with gr.Tabs(selected="live", elem_classes="qe-tabs", elem_id="qe-tabs") as tabs:
             with _tab(labels, "live"):
                 live.build_main()
+            with _tab(labels, "compare") as compare_tab:
+                compare.build()
+            with _tab(labels, "lessons"):
+                lessons.build()
             with _tab(labels, "replays") as replays_tab:
                 replays.build()
             with _tab(labels, "about"):
                 about.build(labels)
         live.wire()
+        compare.wire()
+        lessons.wire(tabs, *live.form)
         replays.wire()
-        _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, replays)
+        _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, compare, replays)
+        compare_tab.select(compare.list_systems, [lang], [compare.fields["systems"]], **QUIET)
         page_api.publish(context)
     demo.queue(default_concurrency_limit=None, max_size=None)
     return demo
@@ -103,6 +114,7 @@ def _wire_page(
     tabs: gr.Tabs,
     replays_tab: gr.Tab,
     live: LiveTab,
+    compare: CompareTab,
     replays: ReplaysTab,
 ) -> None:
     quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
@@ -118,6 +130,7 @@ def _wire_page(
             (session, _whole(query.get("r")), _whole(query.get("l"))) if session else None,
             live.first_board(),
             *live.words(chosen, ""),
+            *compare.words(chosen, ""),
             replays.table_html(chosen),
             *labels.updates(chosen),
         ]
@@ -125,7 +138,8 @@ def _wire_page(
     # A board that is not on the screen yet must not be an output: the front end would lose what it is made of.
     # So a link's session goes through `linked`, which changes only when there is one, after its tab is shown.
     linked = gr.State(None)
-    arriving: list[Any] = [lang, language, tabs, linked, live.board, *live.wordy, replays.table, *labels.components]
+    arriving: list[Any] = [lang, language, tabs, linked, live.board, *live.wordy, *compare.wordy, replays.table]
+    arriving += labels.components
     arrived = demo.load(arrive, [kept], _once(arriving), **quiet)
     arrived.then(
         None,
@@ -142,11 +156,12 @@ def _wire_page(
         **quiet,
     )
 
-    def switch(chosen: str, running: str, opened: str) -> list[Any]:
+    def switch(chosen: str, running: str, compared: str, opened: str) -> list[Any]:
         return [
             chosen,
             {"lang": chosen},
             *live.words(chosen, running),
+            *compare.words(chosen, compared),
             replays.table_html(chosen),
             *replays.words(chosen, opened),
             *labels.updates(chosen),
@@ -154,8 +169,8 @@ def _wire_page(
 
     language.input(
         switch,
-        [language, live.session, replays.session],
-        [lang, kept, *live.wordy, replays.table, *replays.wordy, *labels.components],
+        [language, live.session, compare.session, replays.session],
+        [lang, kept, *live.wordy, *compare.wordy, replays.table, *replays.wordy, *labels.components],
         **quiet,
     ).then(None, [language], None, js="(lang) => { window.qePage.language(lang); }", api_visibility="private")
     replays_tab.select(replays.table_html, [lang], [replays.table], **quiet)

@@ -6,7 +6,7 @@ Knows ranges and defaults; knows nothing of models, bytes or tensors.
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -169,7 +169,7 @@ def _check_types(config: QEvictConfig) -> None:
         elif "int" in kinds:
             good = isinstance(value, int) and not isinstance(value, bool)
         elif "float" in kinds:
-            good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         else:
             good = isinstance(value, str)
         if not good:

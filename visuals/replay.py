@@ -123,10 +123,10 @@ _AROUND: Final = re.compile(
 
 
 def lean_script(source: str) -> str:
-    """JavaScript without comments and without the spaces that only people need. Line ends stay.
+    """JavaScript without comments and without the spaces and line ends that only people need.
 
-    Enough for the scripts in `assets/js`, not for any script: a template literal may hold no other one, and a
-    regular expression must follow an operator or a bracket.
+    Enough for the scripts in `assets/js`, not for any script: a template literal may hold no other one and no line end,
+    and a regular expression must follow an operator or a bracket.
     """
     out: list[str] = []
     at = 0
@@ -135,7 +135,7 @@ def lean_script(source: str) -> str:
         out.append(found["text"] or found["regex"] or "")
         at = found.end()
     out.append(_AROUND.sub(_squeezed, source[at:]))
-    return _bare_lines("".join(out))
+    return re.sub(r"(?<=[;{,(\[])\n", "", _bare_lines("".join(out)))  # there, a line end never ends a statement
 
 
 def _squeezed(found: re.Match[str]) -> str:

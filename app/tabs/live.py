@@ -65,6 +65,12 @@ class LiveTab:
         """The outputs of `words`, in order."""
         return [self.status, self.result]
 
+    @property
+    def form(self) -> tuple[dict[str, Any], list[Any]]:
+        """The run form's fields by name, and what shows a chosen document."""
+        panel = self._panel
+        return panel.fields, [panel.fields["own_text"], panel.fields["file"], panel.reader, panel.document_text]
+
     def words(self, lang: str, session: str) -> list[Any]:
         """Status line and result of the page's run in another language; without a run, what to do first."""
         if not session:

@@ -42,10 +42,10 @@
     const units = ["B", "kB", "MB", "GB", "TB"];
     let i = 0;
     for (; n >= 1000 && i < units.length - 1; i++) n /= 1000;
-    return `${i && n < 99.95 ? n.toFixed(n < 9.995 ? 2 : 1) : Math.round(n)} ${units[i]}`;
+    return `${i && n < 99.95 ? n.toFixed(n < 9.995 ? 2 : 1) : Math.round(n)}\u00a0${units[i]}`;
   }
 
-  const percent = (x, digits = 1) => `${(x * 100).toFixed(digits)} %`;
+  const percent = (x, digits = 1) => `${(x * 100).toFixed(digits)}\u00a0%`;
   const setText = (node, text) => node.textContent !== text && (node.textContent = text);
   const kindOf = (from, to) =>
     to === TIER.EVICTED

@@ -7,7 +7,6 @@ their column masses through a compiled kernel that works below the diagonal only
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +16,9 @@ from engine.attention import native
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.state import KVState
 from engine.scores import Ranker
+
+LEAST_TRITON = (3, 5)
+"""Older ones take no product of fewer than 16 query heads."""
 
 
 @dataclass(slots=True)
@@ -219,8 +221,13 @@ def unavailable(device: str, head_dim: int | None = None, value_group_size: int 
 
 
 def _unavailable_cuda(device: str, head_dim: int | None) -> str | None:
-    if importlib.util.find_spec("triton") is None:
+    try:
+        import triton  # there on CUDA machines only: imported where it is asked for
+    except ImportError:
         return "backend fused needs the package triton on a CUDA device, and it is not installed; use sdpa or flash2."
+    if tuple(int(part) for part in triton.__version__.split(".")[:2]) < LEAST_TRITON:
+        least = ".".join(map(str, LEAST_TRITON))
+        return f"backend fused needs triton {least} or newer on a CUDA device, got {triton.__version__}; use sdpa."
     if head_dim is not None and head_dim > 256:
         return f"backend fused needs a head_dim of at most 256 on a CUDA device, got {head_dim}; use sdpa."
     if torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 0):
@@ -232,7 +239,6 @@ def make(device: str, ranker: Ranker) -> SdpaBackend:
     """The fused backend of a device on which it is available."""
     if device == "cpu":
         return FusedBackend(ranker)
-    # Triton is there on CUDA machines only: imported where it is asked for.
     from engine.attention.fused_cuda import FusedCudaBackend
 
     return FusedCudaBackend(ranker)

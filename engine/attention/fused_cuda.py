@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from engine.attention import triton_columns, triton_decode
+from engine.attention import triton_columns, triton_decode, triton_merge
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.state import KVState
 from engine.attention.triton_shape import MASS_TILE, MAX_PARTS, KernelShape
@@ -136,7 +136,7 @@ class FusedCudaBackend(SdpaBackend):
         arena_tiles = -(-store.slots // MASS_TILE)
         ledger_tiles = -(-places // MASS_TILE) if ledger_splits else 0
         tasks = shape.heads + (arena_tiles + ledger_tiles if self._masses else 0)
-        triton_decode.merge[(shape.rows_per_layer, tasks)](
+        triton_merge.merge[(shape.rows_per_layer, tasks)](
             space.part_out, space.part_lse, out, lse,
             space.raw_arena, bound.arena_scores, arena_count, space.raw_ledger, bound.ledger_scores, live_count,
             store.slots, places, arena_tiles, parts,

@@ -1,6 +1,6 @@
 """Triton kernels of one decode step: append, attend over arena and packed codes, merge, window masses.
 
-Four launches, none of which waits for the host. How full the pools are, how many columns are known and
+Four launches (the last is in `triton_merge.py`), none of which waits for the host. How full the pools are, how many columns are known and
 where the newest token goes is read from device memory, so any grid is correct and a captured step can be
 replayed; host integers only say how many programs share the work.
 
@@ -43,7 +43,7 @@ _FOUR_BITS: tl.constexpr = tl.constexpr(
 )
 
 
-_PLAIN = [
+PLAIN = [
     *("arena_ids", "arena_count", "pads", "clock", "ledger_ids", "live_count", "shift", "arena_scores"),
     *("ledger_scores", "slots", "parts", "first_part", "blocks", "places", "arena_tiles"),
 ]
@@ -95,7 +95,7 @@ def _number(code, UNIT: tl.constexpr):
     return code
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def prepare(
     query, key, value,
     arena_key, arena_value, arena_count, clock,
@@ -141,7 +141,7 @@ def prepare(
         tl.store(turned + to, (plain * scale).to(kind), mask=seen)
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def arena(
     query, arena_key, arena_value, arena_ids, arena_count, pads, clock,
     part_out, part_lse, raw,
@@ -222,7 +222,7 @@ def _store_part(
     )
 
 
-@triton.jit(do_not_specialize=_PLAIN)
+@triton.jit(do_not_specialize=PLAIN)
 def ledger(
     turned, key_codes, key_scale, key_zero, value_codes, value_scale, value_zero,
     ledger_ids, live_count, shift, cos, sin,
@@ -381,84 +381,3 @@ def _straight(
     q = tl.load(turned + q_at, mask=(g < G)[:, None] & (r < D)[None, :], other=0.0)
     key = _number(_code(packed, PLACE, BITS, kind, ASM), UNIT) * step + bottom
     return tl.dot(q, key, s, input_precision="tf32x3")
-
-
-@triton.jit
-def _joint_lse(part_lse, n, parts, G: tl.constexpr, GP: tl.constexpr, PP: tl.constexpr):
-    """Base-2 log-sum-exp of head n's query heads over all splits, [GP]."""
-    g = tl.arange(0, GP)
-    i = tl.arange(0, PP)
-    each = tl.load(
-        part_lse + (n * parts + i)[:, None] * G + g[None, :],
-        mask=(i < parts)[:, None] & (g < G)[None, :],
-        other=NEG,
-    )
-    top = tl.max(each, 0)
-    return top + tl.log2(tl.sum(tl.exp2(each - top[None, :]), 0))
-
-
-@triton.jit(do_not_specialize=_PLAIN)
-def merge(
-    part_out, part_lse, out, lse,
-    raw_arena, arena_scores, arena_count, raw_ledger, ledger_scores, live_count,
-    slots, places, arena_tiles, parts,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, HD: tl.constexpr,
-    PP: tl.constexpr, TILE: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
-    """Grid (decision rows, HD + tiles of slots): programs below HD merge a KV head, the others add masses.
-
-    out [B·H_q, D]; lse [B·H_q], natural. A slot's score grows by the mean over the row's query heads.
-    """
-    row = tl.program_id(0)
-    task = tl.program_id(1)
-    g = tl.arange(0, GP)
-    if task < HD:
-        n = row * HD + task
-        c = tl.arange(0, DP)
-        joint = _joint_lse(part_lse, n, parts, G, GP, PP)
-        total = tl.zeros((GP, DP), tl.float32)
-        inside = (g < G)[:, None] & (c < D)[None, :]
-        for i in range(parts):
-            at = n * parts + i
-            weight = tl.exp2(tl.load(part_lse + at * G + g, mask=g < G, other=NEG) - joint)
-            part = tl.load(part_out + (at * G + g)[:, None] * D + c[None, :], mask=inside, other=0.0)
-            total += weight[:, None] * part
-        tl.store(out + (n * G + g)[:, None] * D + c[None, :], total.to(out.dtype.element_ty), mask=inside)
-        tl.store(lse + n * G + g, joint / LOG2E, mask=g < G)
-    elif MASS:
-        tile = task - HD
-        if tile < arena_tiles:
-            _add_masses(
-                part_lse, raw_arena, arena_scores, row, tile, tl.load(arena_count + row), slots, parts,
-                G, GP, HD, PP, TILE,
-            )  # fmt: skip
-        else:
-            _add_masses(
-                part_lse, raw_ledger, ledger_scores, row, tile - arena_tiles, tl.load(live_count + row), places, parts,
-                G, GP, HD, PP, TILE,
-            )  # fmt: skip
-
-
-@triton.jit
-def _add_masses(
-    part_lse, raw, scores, row, tile, count, width, parts,
-    G: tl.constexpr, GP: tl.constexpr, HD: tl.constexpr, PP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Adds one tile of a decision row's window masses to its scores."""
-    if tile * TILE < count:
-        g = tl.arange(0, GP)
-        slot = tile * TILE + tl.arange(0, TILE)
-        held = slot < count
-        total = tl.zeros((TILE,), tl.float32)
-        for h in range(HD):
-            n = row * HD + h
-            joint = _joint_lse(part_lse, n, parts, G, GP, PP)
-            each = tl.load(
-                raw + (n * G + g)[:, None].to(tl.int64) * width + slot[None, :],
-                mask=(g < G)[:, None] & held[None, :],
-                other=NEG,
-            )
-            share = tl.exp2(each - joint[:, None])
-            total += tl.sum(tl.where((g < G)[:, None], share, 0.0), 0)
-        to = scores + row * width + slot
-        tl.store(to, tl.load(to, mask=held, other=0.0) + total / (HD * G), mask=held)

@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.attention import triton_columns, triton_decode
+from engine.attention import triton_columns, triton_decode, triton_merge
 from engine.attention.triton_shape import KernelShape
 from engine.errors import BackendError
 
@@ -96,7 +96,7 @@ def build(kernel: str, kernels: KernelShape, architecture: int, dtype: str = "fp
         )
         options = triton_columns.OPTIONS
     else:
-        function = getattr(triton_decode, kernel)
+        function = triton_merge.merge if kernel == "merge" else getattr(triton_decode, kernel)
         constants = getattr(kernels, kernel)()
         options = kernels.options(kernel)
     pointers = {name: f"*{dtype}" for name in ("query", "key", "value", "arena_key", "arena_value", "out")}

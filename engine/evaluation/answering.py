@@ -20,7 +20,7 @@ from engine.errors import BackendError, BudgetError, ConfigError, EngineError, P
 from engine.evaluation import scorers
 from engine.evaluation.forcing import FULL, System, _forward
 from engine.evaluation.sample import Sample
-from engine.generate import PREFILL_CHUNK, eos_ids, _prompt_parts
+from engine.generate import PREFILL_CHUNK, _prompt_parts, eos_ids
 from engine.models import LoadedModel
 
 

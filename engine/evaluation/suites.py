@@ -6,16 +6,22 @@ Builds items and names systems; runs nothing. Knows tokenizers through a loaded 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
+from engine.evaluation.benchmarks import LONGBENCH, gsm8k_samples, longbench_samples
 from engine.evaluation.forcing import FULL, System
 from engine.evaluation.items import Item, Text, continuations
-from engine.evaluation.sweep import Group, ItemGroup, PolicyGroup, Suite, in_turns
+from engine.evaluation.ruler import RULER, ruler_samples
+from engine.evaluation.ruler import SEED as RULER_SEED
+from engine.evaluation.sweep import AnswerGroup, Group, ItemGroup, PolicyGroup, Suite, in_turns
 from engine.evaluation.tasks import make_items
 from engine.models import LoadedModel
 
+PUBLISHED: Final = (*RULER, *LONGBENCH, "gsm8k")
+"""Tasks that are answered in free words."""
 BUDGETS: Final = (0.20, 0.10, 0.05)
 QUICK: Final = (
     System(FULL),
@@ -165,6 +171,50 @@ def one_task(
         groups = _task(loaded, texts, task, length, count, chosen, seed, question)
     left_out = [] if len(groups) >= count else [f"{count} items were wanted, {len(groups)} are there"]
     return Suite(task, tuple(groups), tuple(left_out), kv_dtype, seed)
+
+
+def benchmark(
+    loaded: LoadedModel,
+    texts: Sequence[Text],
+    task: str,
+    systems: Sequence[System],
+    *,
+    length: int,
+    count: int,
+    question: str = "after",
+    data: Path | None = None,
+    seed: int = 0,
+    kv_dtype: str = "float16",
+) -> Suite:
+    """One task of RULER, LongBench or GSM8K, answered in free words; `data` is a file or folder of the user's.
+
+    Raises:
+        ConfigError: an unknown task, or data that it needs is not named. PromptError: data of another form.
+    """
+    if task in RULER:
+        samples = ruler_samples(
+            task,
+            loaded.tokenizer,
+            texts,
+            length=length,
+            count=count,
+            seed=RULER_SEED + seed,
+            question=question,
+            data=data,
+        )
+    elif data is None:
+        raise ConfigError(f"{task} needs its data: name the file or folder with --benchmark-data.")
+    elif task in LONGBENCH:
+        samples = longbench_samples(task, loaded.tokenizer, data, length=length, count=count, question=question)
+    else:
+        shots = data.with_name("gsm8k_train.jsonl")
+        found = shots if shots.is_file() and shots != data else None
+        samples = gsm8k_samples(loaded.tokenizer, data, count=count, shots=found)
+    chosen = tuple(systems) if any(system.name == FULL for system in systems) else (System(FULL), *systems)
+    left_out = [] if len(samples) >= count else [f"{count} items were wanted, {len(samples)} are there"]
+    if task == "gsm8k" and data is not None and not data.with_name("gsm8k_train.jsonl").is_file():
+        left_out.append("solved examples come from the file's own first lines, which are not scored")
+    return Suite(task, tuple(AnswerGroup(sample, chosen) for sample in samples), tuple(left_out), kv_dtype, seed)
 
 
 def _task(

@@ -18,10 +18,12 @@ import transformers
 
 from engine.config import QEvictConfig
 from engine.errors import BudgetError
+from engine.evaluation.answering import Answer, answer
 from engine.evaluation.forcing import FULL, Outcome, System, measure
 from engine.evaluation.items import Item
 from engine.evaluation.promotion import promotion_experiment
 from engine.evaluation.recording import record
+from engine.evaluation.sample import Sample
 from engine.evaluation.store import Store, cell_key
 from engine.generate import VERSION
 from engine.models import LoadedModel
@@ -49,7 +51,15 @@ class PolicyGroup:
     horizon: int = 32
 
 
-Group = ItemGroup | PolicyGroup
+@dataclass(frozen=True, slots=True)
+class AnswerGroup:
+    """Some systems that answer one sample in their own words."""
+
+    item: Sample
+    systems: tuple[System, ...]
+
+
+Group = ItemGroup | PolicyGroup | AnswerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +205,9 @@ def _cells(loaded: LoadedModel, suite: Suite, group: Group) -> list[dict[str, An
             base | {"kind": "policies", "kv_budget": share, "config": config, "horizon": group.horizon}
             for share in group.shares
         ]
+    kind = "answer" if isinstance(group, AnswerGroup) else "item"
     return [
-        base | {"kind": "item", "system": s.name, "kv_budget": s.share, "parameters": dict(s.parameters)}
+        base | {"kind": kind, "system": s.name, "kv_budget": s.share, "parameters": dict(s.parameters)}
         for s in group.systems
     ]
 
@@ -210,6 +221,11 @@ def _run(
     for begin in range(0, len(cells), MOST_CACHES):
         part = cells[begin : begin + MOST_CACHES]
         systems = [System(cell["system"], cell["kv_budget"], cell["parameters"]) for cell in part]
+        if isinstance(group, AnswerGroup):
+            answers = answer(loaded, group.item, systems, kv_dtype=suite.kv_dtype, seed=suite.seed)
+            for cell, said in zip(part, answers, strict=True):
+                yield cell, _answer_row(group.item, said)
+            continue
         outcomes = measure(loaded, group.item, systems, kv_dtype=suite.kv_dtype, seed=suite.seed)
         for cell, outcome in zip(part, outcomes, strict=True):
             yield cell, _item_row(group.item, outcome)
@@ -233,6 +249,26 @@ def _item_row(item: Item, outcome: Outcome) -> dict[str, Any]:
         "infeasible": outcome.infeasible,
         "smallest_share": outcome.smallest_share,
         "full": outcome.system.name == FULL,
+    }
+
+
+def _answer_row(sample: Sample, said: Answer) -> dict[str, Any]:
+    return {
+        "label": said.system.label,
+        "source": sample.source,
+        "metric": sample.metric,
+        "references": list(sample.references),
+        "prompt_tokens": len(sample.prompt),
+        "text": said.text,
+        "figures": said.figures,
+        "tokens": said.tokens,
+        "truncated": said.truncated,
+        "degenerate": said.degenerate,
+        "bytes": said.bytes,
+        "share": said.share,
+        "infeasible": said.infeasible,
+        "smallest_share": said.smallest_share,
+        "full": said.system.name == FULL,
     }
 
 

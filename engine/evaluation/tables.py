@@ -89,6 +89,49 @@ def _figures(done: Sequence[Row], full: Sequence[Row] | None, score: str) -> dic
     return figures
 
 
+def answer_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    """Published benchmarks: one row per task and system, FullKV first; a floor as in `score_table`, chance 0."""
+    out: list[dict[str, Any]] = []
+    for (task, length, question), cells in _grouped(rows, "answer").items():
+        by_system = _by_system(cells)
+        full = next((entry for entry in by_system.values() if entry[0]["full"]), None)
+        reached = [entry["figures"]["score"] for entry in full or [] if entry["infeasible"] is None]
+        able = None if len(reached) < FEWEST else sum(reached) / len(reached) >= FLOOR
+        theirs = {entry["prompt_hash"]: entry["figures"]["score"] for entry in full or [] if not entry["infeasible"]}
+        for label, entries in sorted(by_system.items(), key=lambda item: (not item[1][0]["full"], item[0])):
+            done = [entry for entry in entries if entry["infeasible"] is None]
+            line: dict[str, Any] = {
+                "task": task,
+                "length": length,
+                "question": question,
+                "label": label,
+                "system": entries[0]["system"],
+                "kv_budget": entries[0]["kv_budget"],
+                "n": len(done),
+                "infeasible": next((entry["infeasible"] for entry in entries if entry["infeasible"]), None),
+                "able": able,
+                "note": "this model cannot do this task" if able is False else "",
+            }
+            if done:
+                shared = [entry for entry in done if entry["prompt_hash"] in theirs]
+                ours = [entry["figures"]["score"] for entry in shared]
+                line |= {
+                    "metric": done[0]["metric"],
+                    "score": estimate([entry["figures"]["score"] for entry in done]).to_dict(),
+                    "score_minus_full": paired(ours, [theirs[entry["prompt_hash"]] for entry in shared]).to_dict()
+                    if shared
+                    else None,
+                    "share": sum(entry["share"] for entry in done) / len(done),
+                    "truncated": sum(entry["truncated"] for entry in done),
+                    "degenerate": sum(entry["degenerate"] for entry in done),
+                    "figures": {
+                        name: sum(entry["figures"][name] for entry in done) / len(done) for name in done[0]["figures"]
+                    },
+                }
+            out.append(line)
+    return out
+
+
 def pareto_points(table: Sequence[Row], *, figure: str = "kl", task: str = "book") -> list[dict[str, Any]]:
     """Share of bytes against one figure, for a plot: (label, system, share, value, low, high)."""
     return [
@@ -281,10 +324,10 @@ def _verdict(difference: Estimate, *, wanted: int) -> str:
     return {wanted: "holds", -wanted: "CONTRADICTED", 0: "not settled"}[difference.sign]
 
 
-def _grouped(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:
+def _grouped(rows: Iterable[Row], kind: str = "item") -> dict[tuple[str, int, str], list[Row]]:
     out: dict[tuple[str, int, str], list[Row]] = defaultdict(list)
     for row in rows:
-        if row["kind"] == "item":
+        if row["kind"] == kind:
             out[row["task"], row["length"], row["question"]].append(row)
     return dict(out)
 

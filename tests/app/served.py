@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import app.main as served
 from app.context import create_context
 from app.settings import Settings
+from engine.trace import StepEvent, TraceEvent
 from tests.app.fake_engine import FakeEngine, FakeLoader, FakeOptions
+
+
+class Stamped(FakeEngine):
+    """Each token's text is the time at which it was made, on the clock that all processes of a machine share."""
+
+    def _events(self, *arguments: Any) -> Iterator[TraceEvent]:
+        for event in super()._events(*arguments):
+            if isinstance(event, StepEvent):
+                event = dataclasses.replace(event, pieces=[f" {time.monotonic():.4f}"])
+            yield event
 
 
 def main(delay: float = 0.005) -> None:
@@ -19,7 +33,7 @@ def main(delay: float = 0.005) -> None:
     from app.api import include_routes
     from app.gate import Gate
 
-    engine = FakeEngine(delay=delay)
+    engine = Stamped(delay=delay)
 
     def create_app(settings: Settings, context: Any) -> FastAPI:
         gate = Middleware(Gate, settings=settings, signature=context.signature)

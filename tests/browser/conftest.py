@@ -22,8 +22,9 @@ FLAGS = [
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Of one file: playwright keeps an event loop running, which tests elsewhere could not bear."""
     sync_api = pytest.importorskip("playwright.sync_api")
     found = next((path for name in NAMES if (path := shutil.which(name))), None)
     if found is None:

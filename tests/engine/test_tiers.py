@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from engine.budget import KVShape, make_plan
+from engine.cache import _larger
 from engine.config import QEvictConfig
 from engine.errors import CacheUseError
 from engine.quant import LANES, dequantize
@@ -222,6 +225,31 @@ def test_a_grown_plan_fits_its_budget(budget: float, share: float) -> None:
         assert new.full_capacity >= old.full_capacity and new.quant_capacity >= old.quant_capacity
         assert new.persistent_bytes <= new.total_bytes
         check_bytes(drive.cache)
+
+
+def test_capacities_that_grow_fit_the_larger_budget() -> None:
+    """Between two lengths the split shifts: the larger K_f and the larger K_q would not fit together."""
+    chance = np.random.default_rng(0)
+    crossed = 0
+    for _ in range(4000):
+        window = int(chance.choice([4, 8, 16]))
+        config = QEvictConfig(
+            window_size=window,
+            kv_budget=float(chance.uniform(0.6, 0.95)),
+            quant_share=float(chance.choice([0.3, 0.5, 0.7, 0.9])),
+            local_tokens=window * int(chance.integers(1, 4)),
+            planned_new_tokens=int(chance.integers(0, 60)),
+        )
+        shape = KVShape(1, 2, int(chance.choice([16, 64])), int(chance.choice([2, 4])))
+        length = int(chance.integers(200, 300))
+        old, new = (make_plan(config, shape, n) for n in (length, length + int(chance.integers(1, 80))))
+        grown = _larger(old, new)
+        assert grown.full_capacity >= old.full_capacity and grown.quant_capacity >= old.quant_capacity
+        assert grown.persistent_bytes <= grown.total_bytes == new.total_bytes
+        both = max(old.full_capacity, new.full_capacity), max(old.quant_capacity, new.quant_capacity)
+        naive = replace(new, full_capacity=both[0], quant_capacity=both[1])
+        crossed += naive.persistent_bytes > new.total_bytes
+    assert crossed > 20, "the case that this test is about does not occur"
 
 
 def test_an_evicted_id_that_comes_back_is_an_error() -> None:

@@ -21,12 +21,9 @@ class ServerProcess:
     Args:
         folder: where its log goes, and its data unless `data` says otherwise.
         delay: seconds that the engine takes for a token.
-        user: uid that the process runs under.
     """
 
-    def __init__(
-        self, folder: Path, delay: float = 0.005, *, data: Path | None = None, user: int | None = None, **env: str
-    ) -> None:
+    def __init__(self, folder: Path, delay: float = 0.005, *, data: Path | None = None, **env: str) -> None:
         self.data = data or folder / "data"
         self._log = folder / "server.log"
         port = free_port()
@@ -41,7 +38,6 @@ class ServerProcess:
                 env=kept,
                 stdout=log,
                 stderr=log,
-                user=user,
             )
         deadline = time.monotonic() + 60
         while True:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -62,13 +63,15 @@ def test_kernels_compile_for_a_device_that_is_not_here(architecture: int, tmp_pa
 
 
 def test_a_cuda_run_without_triton_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "triton", None)
     reason = unavailable("fused", "cuda:0", 64)
     assert reason is not None and "triton" in reason and "sdpa" in reason
 
 
 def test_what_the_cuda_kernels_cannot_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.7.1"))
     assert unavailable("fused", "cuda:0", 256) is None
     assert "head_dim" in (unavailable("fused", "cuda:0", 320) or "")
     assert "xpu" in (unavailable("fused", "xpu", 64) or "")
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.4.0"))
+    assert "3.5" in (unavailable("fused", "cuda:0", 64) or "")

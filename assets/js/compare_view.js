@@ -1,0 +1,327 @@
+/* QEvictCompare: two to four systems one above the other on one token axis, with one legend and one transport.
+ * What each system holds of a window is drawn as a share of its tokens, so that systems which choose by token or by
+ * head stand beside those which choose by window. Keys, zoom and colours are the tier board's own. Token text is
+ * untrusted and only ever becomes textContent. Needs the
+ * board's scripts before it; compare_draw and compare_input come after it. */
+(function (root) {
+  "use strict";
+
+  const Board = root.QEvictView;
+  const { el, icon, setText, percent, SPEEDS } = Board.parts;
+  const KEYS = [
+    ["← →  PgUp PgDn", "view.key_step"],
+    ["↑ ↓", "compare.key_row"],
+    ["Home End", "view.key_ends"],
+    ["Space", "view.key_play"],
+    ["[ ]", "view.key_speed"],
+    ["L", "view.key_loop"],
+    [", .", "view.key_window"],
+    ["+ - 0", "view.key_zoom"],
+    ["N", "compare.key_new"],
+    ["Esc", "view.key_close"],
+    ["?", "view.key_sheet"],
+  ];
+  const BORROWED = ["_t", "_on", "_key", "_sheet", "_user", "_size", "_zoomTo", "_zoomBy", "_brush", "_grab", "_reduced", "setTheme", "setScale", "setProjector"];
+
+  class QEvictCompare {
+    constructor(host, options = {}) {
+      this.host = host;
+      this.options = options;
+      this.texts = options.texts || {};
+      this.data = null;
+      this.index = 0;
+      this.layer = -1; // -1 is all of them
+      this.speed = 1;
+      this.loop = false;
+      this.cursor = null;
+      this.zoom = null;
+      this.scale = options.scale || 1;
+      this.motion = root.matchMedia("(prefers-reduced-motion: reduce)");
+      this.means = new Map();
+      this._off = [];
+      this._frame = this._frame.bind(this);
+      this._build();
+      this._listen();
+      this.setTheme("auto");
+    }
+
+    // ---- public -------------------------------------------------------------------------------------------------
+
+    /** Shows a comparison as the server sends it; null shows nothing. */
+    load(data) {
+      this.pause();
+      this.message = "";
+      this.data = data && data.systems.some((system) => system.frames.length) ? data : null;
+      if (this.data) {
+        for (const system of data.systems) {
+          system.looks = QEvictCompare.unpack(system.frames, system.rows);
+          system.frames = [];
+        }
+        this.looks = data.systems[0].looks;
+        this.total = Math.max(1, Math.ceil((data.prompt_tokens + data.new_tokens - data.sink_tokens) / data.window_size));
+        this.most = Math.max(1e-9, ...data.systems.flatMap((system) => system.kl));
+      }
+      this.index = this.data ? this.looks.length - 1 : 0;
+      this.layer = -1;
+      this.zoom = this.cursor = null;
+      this.means = new Map();
+      this._systems();
+      this._invalidate("layout", "all");
+      Board.active = this;
+    }
+
+    fail(why) {
+      this.load(null);
+      this.message = this._t("compare.load_failed", { why });
+      this._invalidate("all");
+    }
+
+    seek(i) {
+      if (!this.data) return;
+      this.index = Math.min(this.looks.length - 1, Math.max(0, Math.round(i)));
+      this._invalidate("all");
+    }
+
+    step(by) {
+      this.seek(this.index + by);
+    }
+
+    play() {
+      if (!this.data || this.playing) return;
+      if (this.index >= this.looks.length - 1) this.seek(0);
+      this.playing = true;
+      this._tick();
+      this._invalidate("all");
+    }
+
+    pause() {
+      clearTimeout(this._timer);
+      this.playing = false;
+      if (this.ui) this._invalidate("all");
+    }
+
+    setSpeed(speed) {
+      this.speed = Number(speed) || 1;
+      this.ui.speed.value = String(this.speed);
+    }
+
+    /** Layer -1 is the mean of all. */
+    setRow(layer) {
+      if (!this.data) return;
+      const layers = this.data.layers;
+      this.layer = layer < -1 ? layers - 1 : layer >= layers ? -1 : layer;
+      this._invalidate("all");
+    }
+
+    setTexts(texts) {
+      this.texts = texts || {};
+      this.host.replaceChildren();
+      this._build();
+      this._systems();
+      this._invalidate("layout", "all");
+    }
+
+    destroy() {
+      this.pause();
+      cancelAnimationFrame(this._raf);
+      for (const off of this._off) off();
+      if (Board.active === this) Board.active = null;
+      this.host.replaceChildren();
+      this.destroyed = true;
+    }
+
+    // ---- parts --------------------------------------------------------------------------------------------------
+
+    _build() {
+      const { host } = this;
+      const ui = (this.ui = {});
+      host.classList.add("qe", "qe-cmp");
+      host.tabIndex = 0;
+      host.setAttribute("role", "group");
+      host.setAttribute("aria-label", this._t("compare.label"));
+      ui.message = el("div", "qe-message qe-alarm", host, { role: "alert" });
+      ui.legend = el("div", "qe-legend", host);
+      for (const [name, key] of [["full", "full"], ["quant", "quant"], ["evicted", "evicted"]]) {
+        const item = el("span", "qe-key", ui.legend);
+        el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
+        el("b", "", item).textContent = this._t(`compare.legend_${key}`);
+      }
+      for (const name of ["kl", "miss"]) {
+        const item = el("span", "qe-key", ui.legend);
+        el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
+        el("span", "", item).textContent = this._t(`compare.legend_${name}`);
+      }
+      ui.note = el("span", "qe-note", ui.legend);
+      ui.where = el("b", "qe-cmp-where", ui.legend, { "aria-live": "polite" });
+      ui.lanes = el("div", "qe-cmp-lanes", host);
+      ui.axisCanvas = el("canvas", "qe-cmp-axis", host, { "aria-hidden": "true" });
+      ui.brush = el("div", "qe-brush", host, { title: this._t("view.zoom") });
+      ui.brushPart = el("div", "", ui.brush);
+      this._transport();
+      ui.text = el("section", "qe-cmp-read", host, { "aria-label": this._t("compare.text") });
+      const head = el("div", "qe-text-head", ui.text);
+      el("b", "", head).textContent = this._t("compare.text");
+      el("span", "qe-note", head).textContent = this._t("compare.text_note");
+      ui.generated = el("div", "qe-tokens qe-generated", ui.text, { dir: "auto", tabindex: "0", role: "region", "aria-label": this._t("compare.text") });
+      ui.tip = el("div", "qe-tip", host, { role: "tooltip" });
+      ui.tip.hidden = true;
+      this._keySheet();
+    }
+
+    _transport() {
+      const { ui } = this;
+      const bar = (ui.transport = el("div", "qe-transport", this.host, { role: "toolbar", "aria-label": this._t("view.position") }));
+      const button = (name, act) => {
+        const made = el("button", "qe-icon", bar, { type: "button", "aria-label": this._t(`view.${name}`), title: this._t(`view.${name}`) });
+        icon(made, name);
+        made.addEventListener("click", act);
+        return made;
+      };
+      ui.first = button("first", () => this._user(() => this.seek(0)));
+      ui.back = button("back", () => this._user(() => this.step(-1)));
+      ui.play = button("play", () => (this.playing ? this.pause() : this.play()));
+      ui.forward = button("forward", () => this._user(() => this.step(1)));
+      ui.last = button("last", () => this._user(() => this.seek(Infinity)));
+      ui.slider = el("input", "qe-slider", bar, { type: "range", min: "0", max: "0", step: "1", "aria-label": this._t("view.position") });
+      ui.slider.addEventListener("input", () => this._user(() => this.seek(Number(ui.slider.value))));
+      ui.position = el("span", "qe-position", bar);
+      ui.rows = el("select", "qe-speed", bar, { "aria-label": this._t("compare.rows"), title: this._t("compare.rows") });
+      ui.rows.addEventListener("change", () => this.setRow(Number(ui.rows.value)));
+      ui.speed = el("select", "qe-speed", bar, { "aria-label": this._t("view.speed"), title: this._t("view.speed") });
+      for (const speed of SPEEDS) el("option", "", ui.speed, { value: String(speed) }).textContent = `${speed}×`;
+      ui.speed.value = String(this.speed);
+      ui.speed.addEventListener("change", () => this.setSpeed(ui.speed.value));
+      ui.loop = el("button", "qe-toggle", bar, { type: "button", "aria-pressed": "false" });
+      ui.loop.textContent = this._t("view.loop");
+      ui.loop.addEventListener("click", () => this._loop());
+      ui.news = el("button", "qe-toggle", bar, { type: "button", "aria-pressed": "false" });
+      ui.news.textContent = this._t("compare.zoom_new");
+      ui.news.addEventListener("click", () => this._zoomNew());
+      ui.keys = el("button", "qe-icon", bar, { type: "button", "aria-label": this._t("view.keys"), title: this._t("view.keys") });
+      ui.keys.textContent = "?";
+      ui.keys.addEventListener("click", () => this._sheet(true));
+      this._playShown = undefined;
+    }
+
+    _keySheet() {
+      const { ui } = this;
+      ui.sheet = el("div", "qe-sheet", this.host, { role: "dialog", "aria-label": this._t("view.keys") });
+      ui.sheet.hidden = true;
+      el("b", "", ui.sheet).textContent = this._t("view.keys");
+      const list = el("dl", "", ui.sheet);
+      for (const [keys, key] of KEYS) {
+        const name = el("dt", "", list);
+        for (const part of keys.split(/\s+/)) el("kbd", "", name).textContent = part;
+        el("dd", "", list).textContent = this._t(key);
+      }
+      ui.sheetClose = el("button", "qe-toggle", ui.sheet, { type: "button" });
+      ui.sheetClose.textContent = this._t("view.close");
+      ui.sheetClose.addEventListener("click", () => this._sheet(false));
+    }
+
+    /** One lane per system: its name and figures in the gutter, a canvas beside. */
+    _systems() {
+      const { ui, data } = this;
+      ui.lanes.replaceChildren();
+      ui.generated.replaceChildren();
+      ui.rows.replaceChildren();
+      this.lanes = [];
+      this.host.classList.toggle("qe-cmp-none", !data);
+      if (!data) return;
+      setText(ui.note, this._t("compare.legend_note"));
+      ui.note.title = `${this._t("compare.share_note")}. ${this._t("compare.sink_note", { n: data.sink_tokens })}`;
+      for (const system of data.systems) {
+        const box = el("div", "qe-cmp-lane", ui.lanes);
+        const side = el("div", "qe-cmp-side", box);
+        const name = el("b", "", side);
+        name.textContent = this._name(system);
+        const marks = el("span", "qe-cmp-marks", side);
+        el("span", `qe-badge qe-keeps-${system.keeps}`, marks).textContent = this._t(`compare.keeps_${system.keeps}`);
+        if (system.simulated) {
+          const mark = el("span", "qe-badge qe-simulated", marks, { title: this._t("compare.simulated_hint") });
+          mark.textContent = this._t("compare.simulated");
+        }
+        el("span", "qe-note", side).textContent = this._t("compare.of_full", { share: percent(system.share) });
+        const figures = el("span", "qe-note", side);
+        const canvas = el("canvas", "", box, { role: "img" });
+        this.lanes.push({ system, canvas, figures });
+      }
+      el("option", "", ui.rows, { value: "-1" }).textContent = this._t("compare.all_layers");
+      for (let layer = 0; layer < data.layers; layer++) {
+        el("option", "", ui.rows, { value: String(layer) }).textContent = this._t("compare.layer", { layer });
+      }
+      const { prompt_tokens: prompt } = data;
+      this.tokens = data.pieces.slice(prompt).map((piece, i) => {
+        const node = el("span", "qe-tok", ui.generated);
+        node.textContent = piece;
+        node.dataset.w = String(this._window(prompt + i));
+        const missed = data.systems.filter((system) => i > 0 && system.agrees[i - 1] === 0);
+        if (missed.length) {
+          node.classList.add("qe-cmp-differs");
+          node.title = this._t("compare.would_differ", { names: missed.map((system) => this._name(system)).join(", ") });
+        }
+        return node;
+      });
+    }
+
+    _name(system) {
+      return system.key ? this._t(system.key) : system.name;
+    }
+
+    _window(position) {
+      return Math.floor((position - this.data.sink_tokens) / this.data.window_size);
+    }
+
+    // ---- drawing ------------------------------------------------------------------------------------------------
+
+    _invalidate(...what) {
+      this.dirty = this.dirty || new Set();
+      for (const name of what) this.dirty.add(name);
+      if (!this._raf && !this.destroyed) this._raf = requestAnimationFrame(this._frame);
+    }
+
+    _frame() {
+      this._raf = 0;
+      const { dirty, ui } = this;
+      this.dirty = new Set();
+      setText(ui.message, this.message || "");
+      ui.message.hidden = !this.message;
+      if (!this.data) return;
+      if (dirty.has("layout")) this._layout();
+      if (!this.axis) return;
+      for (const lane of this.lanes) this._lane(lane);
+      this._axisLine();
+      this._words();
+    }
+
+    _words() {
+      const { ui, data } = this;
+      const last = this.looks.length - 1;
+      const t = this.index === last ? data.prompt_tokens + data.new_tokens : this.looks[this.index].t;
+      const row = this.layer < 0 ? this._t("compare.all_layers") : this._t("compare.layer", { layer: this.layer });
+      setText(ui.where, `${row} · ${this._t("compare.at_token", { t })}`);
+      setText(ui.position, this._t("compare.look", { i: this.index + 1, n: last + 1 }));
+      ui.slider.max = String(last);
+      ui.slider.value = String(this.index);
+      ui.slider.setAttribute("aria-valuetext", `${ui.where.textContent}, ${ui.position.textContent}`);
+      ui.rows.value = String(this.layer);
+      ui.loop.setAttribute("aria-pressed", String(this.loop));
+      ui.news.setAttribute("aria-pressed", String(Boolean(this.zoom)));
+      if (this._playShown !== Boolean(this.playing)) {
+        this._playShown = Boolean(this.playing);
+        icon(ui.play, this.playing ? "pause" : "play");
+        ui.play.setAttribute("aria-label", this._t(this.playing ? "view.pause" : "view.play"));
+        ui.play.title = ui.play.getAttribute("aria-label");
+      }
+      for (const [button, dead] of [[ui.first, this.index <= 0], [ui.back, this.index <= 0], [ui.forward, this.index >= last], [ui.last, this.index >= last]]) {
+        button.setAttribute("aria-disabled", String(dead));
+      }
+      const known = t - data.prompt_tokens;
+      this.tokens.forEach((node, i) => (node.hidden = i >= known));
+    }
+
+  }
+
+  for (const name of BORROWED) QEvictCompare.prototype[name] = Board.prototype[name];
+  root.QEvictCompare = QEvictCompare;
+})(window);
