@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 FIGURES = ("bytes", "share", "fmm", "churn", "kl", "agreement", "output_error", "perplexity", "ms_per_token")
 """Figures of a system in the order in which they are shown; texts "compare.bytes" and "compare.bytes_how" name them."""
 
+NOTICES = ("window_shrunk", "sinks_quantized", "bytes_nominal")
+"""Notices of systems of a comparison; the others are those of a run."""
+
 
 def system_label(name: str, lang: str) -> str:
     """The name of a system for a reader; one that has no text keeps its own."""
@@ -43,8 +46,8 @@ def keeps_label(keeps: str, lang: str) -> str:
 
 def notice_sentence(notice: str, lang: str) -> str:
     """One of a system's notices as a sentence; an unknown one as it is."""
-    known = all_texts(lang)
-    return known.get(f"compare.notice_{notice}") or known.get(f"notice.{notice}", notice)
+    key = f"compare.notice_{notice}" if notice in NOTICES else f"notice.{notice}"
+    return all_texts(lang).get(key, notice)
 
 
 def value_of(system: SystemResult, figure: str) -> float | None:

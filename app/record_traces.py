@@ -1,4 +1,4 @@
-"""Records the runs that come with the product: `python -m app.record_traces [NAME ...]` writes assets/traces/*.ndjson.gz.
+"""Records the runs that come with the product into assets/traces: `python -m app.record_traces [NAME ...]`.
 
 Runs that are compared follow the tokens of the first one, so that what differs is the cache alone.
 Knows the engine, the sample documents and the presets; knows no server.

@@ -16,6 +16,7 @@ from engine.config import QEvictConfig
 from engine.errors import ConfigError
 
 TEXTS = ("prompt", "model", "preset", "title", "device", "dtype", "lang")
+MOST_DIGITS = 40
 KEYS = (*TEXTS, "config", "options", "raise_budget", "watched_row")
 
 RUN_SCHEMA: dict[str, Any] = {
@@ -73,7 +74,7 @@ async def read_json(request: Request, limit: int) -> dict[str, Any]:
         if len(data) > limit:
             raise HTTPException(413, f"the body must have at most {limit} bytes.")
     try:
-        body = json.loads(bytes(data), parse_constant=_refuse_constant)
+        body = json.loads(bytes(data), parse_constant=_refuse_constant, parse_int=_small_int)
     except (ValueError, RecursionError) as error:
         raise HTTPException(400, "the body must be a JSON object, and this is not JSON.") from error
     if not isinstance(body, dict):
@@ -119,11 +120,19 @@ def build_request(body: dict[str, Any]) -> RunRequest:
 
 
 def _config(preset: str, changes: dict[str, Any]) -> QEvictConfig:
-    if not preset:
-        return QEvictConfig.from_mapping(changes)
     from presets.loader import load_preset
 
-    return load_preset(preset).config.replace(**changes)
+    try:
+        return load_preset(preset).config.replace(**changes) if preset else QEvictConfig.from_mapping(changes)
+    except OverflowError as error:
+        raise ConfigError("a number in config is too large.") from error
+
+
+def _small_int(digits: str) -> int:
+    """A whole number of a body; none of ours has more digits, and larger ones have no place in a float."""
+    if len(digits) > MOST_DIGITS:
+        raise ValueError(f"a whole number has at most {MOST_DIGITS} digits")
+    return int(digits)
 
 
 def _refuse_constant(name: str) -> Any:

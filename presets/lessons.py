@@ -8,6 +8,7 @@ with file, key and rule. Knows the form of a lesson; knows no trace and no page.
 from __future__ import annotations
 
 import functools
+import itertools
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def load_lessons() -> tuple[Lesson, ...]:
         LessonError: one of the files can't be used, or two have the same place.
     """
     lessons = sorted((load_lesson(path) for path in FOLDER.glob("*.toml")), key=lambda lesson: lesson.order)
-    for before, after in zip(lessons, lessons[1:], strict=False):
+    for before, after in itertools.pairwise(lessons):
         if before.order == after.order:
             raise LessonError(f"{after.path}: order must be unique, but {before.path.name} has {after.order} too.")
     return tuple(lessons)

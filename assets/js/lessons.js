@@ -204,6 +204,8 @@
       if (!act) return;
       event.preventDefault();
       event.stopPropagation();
+      // From the tab's own button, where arrows choose tabs, to the board, where they choose events.
+      if (event.target.getAttribute && event.target.getAttribute("role") === "tab") this.board.host.focus({ preventScroll: true });
       act();
     }
 

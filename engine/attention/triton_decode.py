@@ -1,8 +1,8 @@
 """Triton kernels of one decode step: append, attend over arena and packed codes, merge, window masses.
 
-Four launches (the last is in `triton_merge.py`), none of which waits for the host. How full the pools are, how many columns are known and
-where the newest token goes is read from device memory, so any grid is correct and a captured step can be
-replayed; host integers only say how many programs share the work.
+Four launches (the last is in `triton_merge.py`), none of which waits for the host. How full the pools are,
+how many columns are known and where the newest token goes is read from device memory, so any grid is correct
+and a captured step can be replayed; host integers only say how many programs share the work.
 
     prepare   writes the newest key and value; turns the query back by each offset of a window
     arena     full-precision slots: partial output and log-sum-exp per split, log-mass per head and slot

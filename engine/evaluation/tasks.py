@@ -120,7 +120,7 @@ def _lines(make: _Maker) -> Item:
     context: list[int] = make.ids("", begin=True)
     for word in words:
         row = (word, f"{make.draw.randrange(100_000):05d}")
-        line = make.ids(f"{row[0]}: {row[1]}\n")
+        line = make.ids(f"\n{row[0]}: {row[1]}" if rows else f"{row[0]}: {row[1]}")
         if len(context) + len(line) > make.length:
             break
         rows.append(row)

@@ -118,7 +118,7 @@ VALUES = st.recursive(
     | st.integers()
     | st.floats()
     | st.text(max_size=6)
-    | st.sampled_from([2**63, -1, 1e308, 10**400, "\ud800", "é" * 100]),
+    | st.sampled_from([2**63, -1, 1e308, 10**400, 10**60, "\ud800", "é" * 100]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
     max_leaves=5,
 )

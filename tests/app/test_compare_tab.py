@@ -7,7 +7,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ from app.run_request import RunRequest
 from app.settings import ASSETS, Settings
 from app.texts import LANGUAGES, all_texts, text
 from engine.baselines import registry
+from engine.baselines.base import Context, Resident, Staged
+from engine.baselines.kept import keep, top_mask
+from engine.baselines.observation import Observer
 from engine.compare import iter_compare
 from engine.errors import ConfigError
 from engine.trace import Progress
@@ -318,7 +321,7 @@ def test_free_texts_mark_what_differs_and_escape_it(free: Outcome) -> None:
     wicked.systems[0].text, wicked.systems[0].first_difference = "same <img src=x> rest", 1
     shown = comparison_html(replace(free, result=wicked), "en")
     assert "<script>" not in shown and "<img" not in shown
-    assert "<mark>&lt;img</mark> src=x&gt; rest" in shown
+    assert "same &lt;</span>" in shown and "<mark>img</mark> src=x&gt; rest" in shown
 
 
 def test_where_texts_part() -> None:
@@ -401,3 +404,28 @@ def test_the_form_is_a_comparison() -> None:
 def test_the_form_refuses_in_one_sentence(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(FormError, match=re.escape(said)):
         _form(**changes).comparison()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueKV(Observer):
+    """The example of the README: the prompt tokens whose values are largest."""
+
+    name, label = "valuekv", "systems.valuekv"
+
+    def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
+        kept = self.kept(context.shape, context.columns, context.run)
+        valid, room = context.valid(), context.run.planned_new_tokens
+        sizes = [part.value.float().norm(dim=-1).masked_fill(~valid[:, None], -torch.inf) for part in staged]
+        return [
+            keep(part, top_mask(size, kept), valid, room=room, dtype=context.dtype)
+            for part, size in zip(staged, sizes, strict=True)
+        ]
+
+
+def test_a_new_system_is_a_class_and_a_line(context: AppContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_SYSTEMS", (*registry._SYSTEMS, ("valuekv", ValueKV, {})))
+    outcome = _outcome(context, replace(REQUEST, systems=("valuekv", "snapkv"), max_new_tokens=9))
+    own, snap = outcome.result.systems
+    assert own.bytes == own.expected_bytes == snap.bytes
+    assert own.fmm is not None and 0.0 < own.fmm < 1.0
+    assert "<strong>valuekv</strong>" in comparison_html(outcome, "en")

@@ -20,7 +20,7 @@ from app.lesson_facts import MEASURED_RATIOS, measured, measured_facts, trace_fa
 from app.lesson_trace import FOLDER, LessonTrace, load_trace, trace_bytes
 from app.lessons import lesson_texts, lessons_payload, place_of, say, step_facts
 from app.record_traces import RECORDINGS, kept, token_ids
-from app.settings import Settings
+from app.settings import ASSETS, Settings
 from app.tabs.lessons import RUN_FIELDS, lesson_scripts, start_live
 from app.tabs.run_panel import PRESET_FIELDS
 from app.texts import LANGUAGES
@@ -80,9 +80,7 @@ def test_every_text_is_used() -> None:
         named = {*(step.table.rows if step.table else ()), *(step.question.choices if step.question else ())}
         keys |= {f"row.{name}" for name in named} | {f"{lesson.id}.row_{name}" for name in named}
         keys |= {f"column.{name}" for name in (step.table.columns if step.table else ())}
-    script = (Path(lesson_scripts.__wrapped__.__code__.co_filename).parents[2] / "assets/js/lessons.js").read_text(
-        "utf-8"
-    )
+    script = (ASSETS / "js" / "lessons.js").read_text("utf-8")
     said = {f"ui.{word}" for word in re.findall(r'"([a-z_]+)"', script)}
     said |= {f"ui.predict_{tier}" for tier in ("full", "quant", "evicted")}
     known = {*keys, *said, "choice.less", "choice.same", "choice.more", "source.unmeasured"}

@@ -95,7 +95,9 @@ def test_every_text_is_used() -> None:
         parts += [part.removesuffix("_sub") for part in parts]
         return key in used or (made and any(part in words for part in parts))
 
-    assert [key for key in _table(DEFAULT) if not key.startswith("view.") and not reached(key)] == []
+    # Words of the board and of systems are asked for by scripts and by the registry's names.
+    elsewhere = ("view.", "systems.")
+    assert [key for key in _table(DEFAULT) if not key.startswith(elsewhere) and not reached(key)] == []
 
 
 @pytest.mark.parametrize("lang", LANGUAGES)

@@ -61,8 +61,10 @@ def test_a_needle_is_in_the_text_once_and_asked() -> None:
 def test_a_line_is_in_the_table_once() -> None:
     item = make_items("kvline", TOKENIZER, TEXTS, length=600, count=1)[0]
     question = text_of(item.forced[: item.spans[MAIN].begin])
-    assert text_of(item.prompt).count(f"{question[1:]}{answer_of(item)}\n") == 1
-    assert text_of(item.prompt).count(question) == (0 if item.notes["depth"] == 0.0 else 1)
+    assert ("\n" + text_of(item.prompt)).count(f"{question}{answer_of(item)}") == 1
+    assert ("\n" + text_of(item.prompt)).count(question) == 1
+    lines = text_of(item.prompt).splitlines()
+    assert len(lines) == item.notes["lines"] > 10 and len(set(lines)) == len(lines)
 
 
 def test_a_copy_is_scored_from_its_ninth_token_on() -> None:
