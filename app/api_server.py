@@ -37,10 +37,11 @@ def create_server_router(context: AppContext, dependencies: Sequence[DependsPara
         """How the server is: version, store, runs."""
         trouble = context.sessions.trouble
         return {
-            "status": "degraded" if trouble else "ok",
+            "status": "degraded" if trouble or context.housekeeping.trouble else "ok",
             "version": program_version(),
             "uptime_s": round(time.monotonic() - began, 1),
             "store": trouble or "ok",
+            "backup": context.housekeeping.trouble or "ok",
             "running": int(context.runs.active is not None),
             "waiting": len(context.runs.waiting),
             "followers": context.bus.followers,

@@ -139,10 +139,14 @@ def _add_run(commands: Any) -> None:
     prompt = run.add_argument_group("prompt (one of the two)")
     prompt.add_argument("--prompt", metavar="TEXT")
     prompt.add_argument("--prompt-file", metavar="FILE", help="UTF-8 text; - reads from stdin")
+    prompt.add_argument("--document", metavar="FILE", help="text compressed on its own, before the prompt is read")
     model = run.add_argument_group("model")
     model.add_argument("--model", default="embedded", metavar="NAME", help="embedded, a folder, or a hub name")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
     model.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    model.add_argument(
+        "--weights", default="auto", help="auto, float32, float16, bfloat16 or int4 (the embedded model)"
+    )
     cache = run.add_argument_group("cache (each overrides the preset)")
     cache.add_argument("--preset", default=DEFAULT, metavar="NAME", help=f"see qevict presets (default {DEFAULT})")
     cache.add_argument("--kv-budget", type=float, metavar="SHARE", help="share of FullKV bytes kept, (0, 1]")

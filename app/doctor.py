@@ -39,6 +39,7 @@ def diagnose() -> dict[str, Any]:
         "model": _embedded_model(),
         "backends": _backends(),
         "kernel": _kernel(),
+        "weights": _weights(),
         "database": _database(),
         "browser": _browser(),
     }
@@ -54,7 +55,7 @@ def lines(report: dict[str, Any]) -> Iterator[str]:
     memory = report["memory"]
     yield f"ok  memory {_size(memory['free_bytes'])} free of {_size(memory['total_bytes'])}, {report['cores']} cores"
     yield f"ok  vector sets: {' '.join(report['isa']) or 'none known'}; devices: {', '.join(report['devices'])}"
-    for name in ("model", "kernel", "database", "browser"):
+    for name in ("model", "weights", "kernel", "database", "browser"):
         finding = report[name]
         yield f"{_mark(finding['ok'])}{name}: {finding['note']}"
     for name, finding in report["backends"].items():
@@ -107,7 +108,7 @@ def _embedded_model() -> dict[str, Any]:
     folder = embedded.converted_folder(source)
     if embedded.is_whole(folder):
         return _finding(True, f"{embedded.LABEL}, converted in {folder}")
-    return _finding(True, f"{embedded.LABEL}, will be converted to {folder} at first use (about 15 seconds, 600 MB)")
+    return _finding(True, f"{embedded.LABEL}, will be converted to {folder} at first use (about 15 seconds, 610 MB)")
 
 
 def _backends() -> dict[str, dict[str, Any]]:
@@ -133,6 +134,28 @@ def _kernel() -> dict[str, Any]:
     compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     hint = "run pip install -e . again" if compiler else "install a C compiler (gcc or clang), then pip install -e ."
     return _finding(False, f"not compiled, slower paths are used: {hint}")
+
+
+def _weights() -> dict[str, Any]:
+    """Which form of the embedded model's weights this machine takes, as measured when it was first loaded."""
+    try:
+        from engine.weights import weights_report
+    except ImportError as error:
+        return _finding(False, f"cannot be asked ({error})")
+    report = weights_report()
+    if not report["measured"]:
+        return _finding(True, "the fastest form is measured when the embedded model is first loaded") | {
+            "report": report
+        }
+    parts = []
+    for record in report["measured"]:
+        plan, errors = record["plan"], record.get("error", {})
+        worst = max((float(part["relative"]) for part in errors.values()), default=0.0)
+        parts.append(
+            f"asked {record['asked']}: {plan['few']} for single tokens, {plan['many']} for prompts, {plan['head']} for the "
+            f"output layer, relative logit error {worst:.4f} over {record.get('tokens', 0)} tokens"
+        )
+    return _finding(True, "; ".join(parts)) | {"report": report}
 
 
 def _engine_folder() -> Path:

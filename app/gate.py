@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from app.metrics import Metrics
 from app.openai_answer import refusal_body
 from app.settings import Settings
 from app.visitors import COOKIE, SCOPE_KEY, Signature, Visitor, current
@@ -98,10 +99,20 @@ class Gate:
 
     Args:
         inline: scripts that the page puts into itself, beside those in its markup.
+        metrics: told how long answers take.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: Settings, signature: Signature, inline: Iterable[str] = ()) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: Settings,
+        signature: Signature,
+        inline: Iterable[str] = (),
+        metrics: Metrics | None = None,
+    ) -> None:
         self._app = app
+        self._metrics = metrics
         self._settings = settings
         self._signature = signature
         self._inline = tuple(inline)
@@ -111,6 +122,17 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        began = time.monotonic()
+
+        async def timed(message: Message) -> None:
+            if message["type"] == "http.response.start" and self._metrics is not None:
+                status = f"{message['status'] // 100}xx"
+                self._metrics.observe("qevict_request_seconds", time.monotonic() - began, status=status)
+            await send(message)
+
+        await self._pass(scope, receive, timed)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         address = client_address(scope, headers, self._settings.proxy_hops)
         refused = self._refuse(scope, headers)
@@ -141,7 +163,7 @@ class Gate:
         allowed = self._settings.allowed_hosts
         if allowed and _name_of(host) not in allowed:
             return 403, "this server is not asked for under that name: add it to QEVICT_ALLOWED_HOSTS."
-        if scope["method"] not in SAFE_METHODS and _from_elsewhere(headers, host, self._settings.proxy_hops):
+        if scope["method"] not in SAFE_METHODS and _from_elsewhere(headers, host, self._settings):
             return 403, "a page of another site can't change anything here."
         length = headers.get("content-length", "")
         if length.isascii() and length.isdigit() and int(length) > self._settings.max_body_bytes:
@@ -283,13 +305,13 @@ def _name_of(host: str) -> str:
     return host.rpartition(":")[0] if re.search(r":\d+$", host) else host
 
 
-def _from_elsewhere(headers: Headers, host: str, proxy_hops: int) -> bool:
+def _from_elsewhere(headers: Headers, host: str, settings: Settings) -> bool:
     """Whether a browser sends this for a page of another site."""
     origin = headers.get("origin")
     if origin is None:
         return headers.get("sec-fetch-site") == "cross-site"
-    hosts = {host}
-    if proxy_hops:
+    hosts = {host, settings.public_host or host}
+    if settings.proxy_hops:
         hosts.add(headers.get("x-forwarded-host", host))
     try:
         return urlsplit(origin).netloc not in hosts

@@ -1,4 +1,4 @@
-"""What a server does by itself now and then: delete old sessions, copy the database.
+"""What a server does by itself now and then: delete old sessions and uploads, copy the database.
 
 Knows the store and the settings; knows no run and no page.
 """
@@ -19,13 +19,15 @@ from app.visitors import KEY_FILE
 log = logging.getLogger("qevict.housekeeping")
 
 DAY = 86_400.0
+UPLOADS = "gradio"
+"""Folder in the data folder that the page keeps uploads in."""
 RETENTION_SECONDS = 3600.0
 CLOCK_SLACK = 600.0
 """How far the clock may move by itself, in seconds, before its word is not taken for deleting."""
 
 
 class Housekeeping:
-    """Works in a thread of its own between `start` and `close`; without a task there is none.
+    """Works in a thread of its own between `start` and `close`.
 
     Args:
         wall, steady: the clock that people set, and one that only runs on.
@@ -50,8 +52,6 @@ class Housekeeping:
 
     def start(self) -> None:
         """Begins; call once."""
-        if self._settings.backup_dir is None and not self._settings.keep_days:
-            return
         self._thread = threading.Thread(target=self._work, name="qevict-housekeeping", daemon=True)
         self._thread.start()
 
@@ -99,6 +99,20 @@ class Housekeeping:
             log.info("%d sessions older than %d days were deleted", count, days)
         return count
 
+    def forget_uploads(self) -> int:
+        """Deletes what visitors uploaded a day ago and returns how many files; a run has long taken its text."""
+        count = 0
+        for path in sorted((self._settings.data_dir / UPLOADS).rglob("*"), reverse=True):
+            try:
+                if path.is_file() and self._wall() - path.stat().st_mtime > DAY:
+                    path.unlink()
+                    count += 1
+                elif path.is_dir() and not any(path.iterdir()):
+                    path.rmdir()
+            except OSError as error:
+                log.warning("an upload could not be deleted: %s", error)
+        return count
+
     def _work(self) -> None:
         due_copy = self._steady() + self._settings.backup_minutes * 60.0
         due_forget = self._steady()
@@ -106,6 +120,7 @@ class Housekeeping:
             now = self._steady()
             if now >= due_forget:
                 self.forget_old()
+                self.forget_uploads()
                 due_forget = now + RETENTION_SECONDS
             if self._settings.backup_dir is not None and now >= due_copy:
                 self.save()

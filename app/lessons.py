@@ -134,11 +134,11 @@ class _Told:
             "parts": list(step.parts),
             "regret": step.regret,
             "play": step.play,
-            "arrive": step.at == "reveal",
+            "arrive": step.at == "reveal" and not step.ranks and step.question is None,
             "done": step.done,
             "sources": [self.source(name, facts) for name in step.sources],
         }
-        if step.at == "reveal":
+        if step.ranks:
             body["ranks"] = self.ranks(trace, place)
         if step.table is not None:
             body["table"] = self.table(step, facts)

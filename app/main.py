@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from app.context import AppContext, create_context
+from app.housekeeping import UPLOADS
 from app.logs import set_up
 from app.settings import LARGEST_UPLOAD_BYTES, Settings
 from app.store_file import StoreError
@@ -80,7 +81,15 @@ def gates(context: AppContext) -> list[Middleware]:
     from app.look import head
 
     inline = inline_scripts(head())
-    return [Middleware(Gate, settings=context.settings, signature=context.signature, inline=inline)]
+    return [
+        Middleware(
+            Gate,
+            settings=context.settings,
+            signature=context.signature,
+            inline=inline,
+            metrics=context.runs.metrics,
+        )
+    ]
 
 
 def entry_options(context: AppContext) -> dict[str, Any]:
@@ -102,7 +111,7 @@ def logged_in(request: Request) -> str | None:
 def prepare_gradio(settings: Settings) -> None:
     """Sets what Gradio reads from the environment when it is imported: no telemetry, files in a folder of our own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
-    os.environ.setdefault("GRADIO_TEMP_DIR", str((settings.data_dir / "gradio").resolve()))
+    os.environ.setdefault("GRADIO_TEMP_DIR", str((settings.data_dir / UPLOADS).resolve()))
 
 
 def open_store(context: AppContext) -> None:

@@ -45,6 +45,7 @@ class Settings:
         login: (name, password) pairs of those who may use the server; empty = anyone.
         secret: what visitors' cookies are signed with; empty = a key kept in the data folder.
         allowed_hosts: the only names under which the server may be asked for; empty = any.
+        public_host: the name that browsers know the server by, where a proxy asks for it under another one.
         frame_ancestors: origins whose pages may show this page in a frame.
         proxy_hops: reverse proxies in front, each of which adds the address that it saw to X-Forwarded-For.
         max_runs_per_user: runs that one visitor may have waiting and running; 0 = any number.
@@ -74,6 +75,7 @@ class Settings:
     login: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     secret: str = field(default="", repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    public_host: str = ""
     frame_ancestors: tuple[str, ...] = ()
     proxy_hops: int = 0
     max_runs_per_user: int = 0
@@ -125,6 +127,7 @@ class Settings:
             login=_login(env.get("QEVICT_LOGIN", "")),
             secret=_secret(env.get("QEVICT_SECRET", "")),
             allowed_hosts=_names(env.get("QEVICT_ALLOWED_HOSTS"), ()) or (),
+            public_host=(env.get("QEVICT_PUBLIC_HOST") or env.get("SPACE_HOST") or "").strip(),
             frame_ancestors=_names(env.get("QEVICT_FRAME_ANCESTORS"), SPACE_FRAMES if space else ()) or (),
             backup_dir=_backup_dir(env, space),
             log_json=_switch(env, "QEVICT_LOG_JSON", hosted),
@@ -174,7 +177,7 @@ LARGEST_UPLOAD_BYTES = 512 * 1024
 VARIABLES = frozenset(
     [f"QEVICT_{name.upper()}" for name in RANGES]
     + ["QEVICT_DATA_DIR", "QEVICT_HOST", "QEVICT_ALLOWED_MODELS", "QEVICT_LIST_SESSIONS", "QEVICT_HOSTED"]
-    + ["QEVICT_LOGIN", "QEVICT_SECRET", "QEVICT_ALLOWED_HOSTS", "QEVICT_FRAME_ANCESTORS"]
+    + ["QEVICT_LOGIN", "QEVICT_SECRET", "QEVICT_ALLOWED_HOSTS", "QEVICT_PUBLIC_HOST", "QEVICT_FRAME_ANCESTORS"]
     + ["QEVICT_BACKUP_DIR", "QEVICT_LOG_JSON"]
 )
 """Every variable that is read here."""

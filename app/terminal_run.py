@@ -65,19 +65,34 @@ def run(arguments: argparse.Namespace) -> int:
         EngineError: wrong settings, prompt or model; nothing has been stored then.
     """
     request = request_of(arguments)
+    document = read_text(arguments.document) if arguments.document else ""
     settings = Settings.from_env()
     check(request, settings)
     from engine.generate import RunOptions, generate
     from engine.models import load_model
 
     with LoadBar() as bar:
-        loaded = load_model(request.model, device=request.device, dtype=request.dtype, progress=bar.show)
+        loaded = load_model(
+            request.model,
+            device=request.device,
+            dtype=request.dtype,
+            weights=arguments.weights,
+            progress=bar.show,
+        )
     session = new_session_id() if arguments.save else ""
     record = _Record(Sessions(settings.database), session, request) if arguments.save else None
     options = RunOptions(**options_of(arguments))
     try:
         with _stop_on_ctrl_c() as stopped:
-            events = generate(loaded, request.prompt, request.config, options, session=session, should_stop=stopped)
+            events = generate(
+                loaded,
+                request.prompt,
+                request.config,
+                options,
+                session=session,
+                should_stop=stopped,
+                document=document,
+            )
             return follow(events, as_json=arguments.json, max_new_tokens=options.max_new_tokens, record=record)
     except EngineError as error:
         if record is not None:
@@ -120,14 +135,23 @@ def _prompt(arguments: argparse.Namespace) -> str:
         raise CommandError("give exactly one of --prompt TEXT and --prompt-file FILE.")
     if arguments.prompt is not None:
         return str(arguments.prompt)
+    return read_text(arguments.prompt_file)
+
+
+def read_text(name: str) -> str:
+    """A UTF-8 file's text; "-" reads from stdin.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
     try:
-        if arguments.prompt_file == "-":
+        if name == "-":
             return sys.stdin.buffer.read().decode("utf-8")
-        return Path(arguments.prompt_file).read_text(encoding="utf-8")
+        return Path(name).read_text(encoding="utf-8")
     except OSError as error:
-        raise PromptError(f"cannot read {arguments.prompt_file} ({error.strerror or error}).") from error
+        raise PromptError(f"cannot read {name} ({error.strerror or error}).") from error
     except UnicodeDecodeError as error:
-        raise PromptError(f"{arguments.prompt_file} must be UTF-8 text, but byte {error.start} is not.") from error
+        raise PromptError(f"{name} must be UTF-8 text, but byte {error.start} is not.") from error
 
 
 def follow(events: Iterator[TraceEvent], *, as_json: bool, max_new_tokens: int, record: _Record | None = None) -> int:

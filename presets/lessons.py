@@ -38,7 +38,7 @@ UNITS = ("count", "exact", "bytes", "share", "percent", "plain", "ms", "rate", "
 
 _LESSON_KEYS = ("order", "document", "preset", "traces", "figures", "steps")
 _STEP_KEYS = (
-    *("name", "trace", "at", "event", "row", "windows", "parts", "regret", "play", "done", "sources", "table"),
+    *("name", "trace", "at", "event", "row", "windows", "parts", "regret", "ranks", "play", "done", "sources", "table"),
     "question",
 )
 _TABLE_KEYS = ("rows", "columns")
@@ -96,7 +96,8 @@ class Step:
         at: one of `PLACES`, or "" where `event` and `row` say the place; `row` None is the liveliest.
         windows: marked windows besides those that the place brings along.
         parts: framed parts of the board.
-        regret: whether the regret layer is shown. play: whether the replay starts by itself.
+        regret: whether the regret layer is shown. ranks: whether a table tells place and score of the marked windows.
+        play: whether the replay starts by itself.
         done: one of `DONE`. sources: text keys of where figures come from.
     """
 
@@ -108,6 +109,7 @@ class Step:
     windows: tuple[int, ...]
     parts: tuple[str, ...]
     regret: bool
+    ranks: bool
     play: bool
     done: str
     sources: tuple[str, ...]
@@ -231,6 +233,7 @@ def _step(read: _Reader) -> Step:
         windows=read.wholes("windows"),
         parts=read.texts("parts"),
         regret=read.flag("regret"),
+        ranks=read.flag("ranks"),
         play=read.flag("play"),
         done=done,
         sources=read.texts("sources"),

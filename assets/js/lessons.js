@@ -7,6 +7,7 @@
   const STORE = "qevict-lessons";
   const FIELDS = "input, textarea, select, [contenteditable=''], [contenteditable=true], [role=textbox], [role=combobox]";
   const TIERS = ["full", "quant", "evicted"];
+  const LETTERS = { full: "F", quant: "Q", evicted: "E" };
   const { el } = root.QEvictView.parts;
 
   const fill = (words, values) => words.replace(/\{(\w+)\}/g, (all, name) => (name in values ? values[name] : all));
@@ -174,7 +175,7 @@
     guess(i, tier) {
       this.guesses[i] = tier;
       this.board.guess(this.guesses);
-      this.draw(`guess-${i}-${tier}`);
+      this.draw(this.guesses.every(Boolean) ? "reveal" : `guess-${i}-${tier}`);
     }
 
     reveal() {
@@ -319,19 +320,26 @@
     _predict(box) {
       const { question, marks } = this.step;
       const over = this.told !== null;
+      const legend = el("p", "qe-guess-keys", box, { "aria-hidden": "true" });
+      for (const tier of TIERS) {
+        const word = el("span", "", legend);
+        el("kbd", "", word).textContent = LETTERS[tier];
+        word.append(` ${this.data.tiers[tier]}`);
+      }
       marks.forEach((mark, i) => {
         const line = el("div", "qe-guess", box, { role: "group", "aria-label": `${mark.label}: ${mark.text}` });
         el("b", "", line).textContent = mark.label;
-        el("q", "", line, { dir: "auto" }).textContent = mark.text;
+        el("q", "", line, { dir: "auto", title: mark.text }).textContent = mark.text;
         const part = el("span", "", line);
         for (const tier of TIERS) {
-          const node = this._button(part, `guess-${i}-${tier}`, "", this._w(`predict_${tier}`), () => this.guess(i, this.guesses[i] === tier ? "" : tier));
+          const node = this._button(part, `guess-${i}-${tier}`, "", LETTERS[tier], () => this.guess(i, this.guesses[i] === tier ? "" : tier));
+          node.setAttribute("aria-label", `${mark.label}: ${this.data.tiers[tier]}`);
           node.setAttribute("aria-pressed", String(this.guesses[i] === tier));
           node.disabled = over;
           if (over && question.answers[i] === tier) node.classList.add("qe-right");
           else if (over && this.guesses[i] === tier) node.classList.add("qe-wrong");
         }
-        if (over) el("i", "", line).textContent = this.guesses[i] === question.answers[i] ? "✓" : "✗";
+        el("i", "", line).textContent = !over ? "" : this.guesses[i] === question.answers[i] ? "✓" : "✗";
       });
       if (over) {
         el("p", "qe-verdict", box).textContent = this._w("prediction", { right: this.told, all: marks.length });

@@ -105,8 +105,7 @@
 
     _placeMarks(parent, p) {
       const { lesson, axis, trace } = this;
-      let before = -1e9;
-      let lift = 0;
+      let before = -1e9; // middle of the badge to the left
       const order = lesson.marks.map((_, i) => i).sort((a, b) => lesson.marks[a].window - lesson.marks[b].window);
       for (const i of order) {
         const mark = lesson.marks[i];
@@ -118,13 +117,12 @@
         const tier = move && p < 0.5 ? move.from : trace.board.at(this.row, mark.window);
         const x = axis.x(mark.window) + axis.width(mark.window) / 2;
         const { top, height } = this._barOf(tier);
-        lift = x - before < GAP ? lift + 1 : 0;
-        before = x;
+        before = Math.max(x, before + GAP * this.scale);
         node.style.left = `${x}px`;
         node.style.top = `${top}px`;
         node.style.setProperty("--qe-bar-width", `${axis.width(mark.window) + 8}px`);
         node.style.setProperty("--qe-bar-height", `${height + 8}px`);
-        node.style.setProperty("--qe-lift", String(lift));
+        node.style.setProperty("--qe-shift", `${before - x}px`);
         this._tellBadge(node, mark.label, lesson.guesses[i], lesson.answers && lesson.answers[i]);
       }
     },

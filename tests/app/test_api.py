@@ -36,7 +36,7 @@ class Server:
         self.engine = engine
         settings = Settings(data_dir=folder, **{"max_prompt_chars": 1000, "max_new_tokens": 5000, **limits})
         self.context: AppContext = create_context(settings, engine=engine, loader=FakeLoader(), options=FakeOptions)
-        gate = Middleware(Gate, settings=settings, signature=self.context.signature)
+        gate = Middleware(Gate, settings=settings, signature=self.context.signature, metrics=self.context.runs.metrics)
         app = FastAPI(docs_url=None, openapi_url=None, middleware=[gate])
         include_routes(app, self.context)
         self._socket = socket.socket()

@@ -82,7 +82,6 @@ def test_every_text_is_used() -> None:
         keys |= {f"column.{name}" for name in (step.table.columns if step.table else ())}
     script = (ASSETS / "js" / "lessons.js").read_text("utf-8")
     said = {f"ui.{word}" for word in re.findall(r'"([a-z_]+)"', script)}
-    said |= {f"ui.predict_{tier}" for tier in ("full", "quant", "evicted")}
     known = {*keys, *said, "choice.less", "choice.same", "choice.more", "source.unmeasured"}
     assert sorted(set(lesson_texts("en")) - known) == []
 
@@ -127,7 +126,7 @@ def test_the_prediction_is_what_the_trace_did() -> None:
 
 
 def test_the_reveal_follows_the_prediction_and_its_scores_agree_with_the_tiers() -> None:
-    guess, reveal = _told("en", "predict", "guess"), _told("en", "reveal", "moves")
+    guess, reveal = _told("en", "predict", "guess"), _told("en", "reveal", "scores")
     assert [mark["window"] for mark in guess["marks"]] == [mark["window"] for mark in reveal["marks"]]
     assert (reveal["event"], reveal["row"]) == (guess["event"] + 1, guess["row"])
     order = {"full": 0, "quant": 1, "evicted": 2}

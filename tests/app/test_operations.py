@@ -85,6 +85,7 @@ def test_the_servers_figures_count_its_runs(tmp_path: Path) -> None:
     assert server.context.runs.wait(server.start(options={"max_new_tokens": 16}), 20)
     text = httpx.get(server.url.removesuffix("/qe") + "/metrics").text
     assert 'qevict_runs_total{why="length"} 1' in text and "qevict_tokens_total 16" in text
+    assert 'qevict_request_seconds_count{status="2xx"}' in text
     assert f'qevict_info{{version="{program_version()}"}} 1' in text
     assert server.http.get("/health").json()["version"] == program_version() != "unknown"
     server.close()
@@ -169,6 +170,19 @@ def test_housekeeping_works_by_itself(tmp_path: Path) -> None:
     keeper.close()
     assert store.list() == []
     store.close()
+
+
+def test_uploads_are_deleted_after_a_day(tmp_path: Path) -> None:
+    old, new = tmp_path / "gradio" / "a" / "old.txt", tmp_path / "gradio" / "b" / "new.txt"
+    for path in (old, new):
+        path.parent.mkdir(parents=True)
+        path.write_text("x")
+    os.utime(old, (time.time() - 2 * DAY,) * 2)
+    settings = Settings(data_dir=tmp_path)
+    keeper = Housekeeping(settings, Sessions(settings.database))
+    assert keeper.forget_uploads() == 1 and new.exists() and not old.exists()
+    keeper.forget_uploads()
+    assert not old.parent.exists()
 
 
 def test_mending_keeps_what_can_be_read(tmp_path: Path) -> None:

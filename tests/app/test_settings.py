@@ -42,6 +42,32 @@ def test_every_number_can_be_set(tmp_path: Path) -> None:
     assert settings.allowed_models == ("embedded", "a/b")
 
 
+def test_a_space_keeps_its_database_at_home_and_knows_its_frame(tmp_path: Path) -> None:
+    settings = Settings.from_env({"SPACE_ID": "a/b", "SPACE_HOST": "a-b.hf.space"})
+    assert settings.data_dir == Path(".qevict"), "a database on lasting storage of a Space would be torn"
+    assert settings.public_host == "a-b.hf.space"
+    assert "https://huggingface.co" in settings.frame_ancestors
+    assert settings.proxy_hops == 1 and settings.log_json
+
+
+def test_any_server_can_be_a_hosted_one(tmp_path: Path) -> None:
+    env = {
+        "QEVICT_HOSTED": "1",
+        "QEVICT_LOGIN": "teacher:open sesame, class:pass:word",
+        "QEVICT_BACKUP_DIR": str(tmp_path),
+        "QEVICT_ALLOWED_HOSTS": "lab.example",
+        "QEVICT_SECRET": "0123456789abcdef",
+        "QEVICT_KEEP_DAYS": "7",
+        "QEVICT_LOG_JSON": "no",
+    }
+    settings = Settings.from_env(env)
+    assert settings.hosted and not settings.list_sessions and settings.max_runs_per_user == 2
+    assert settings.login == (("teacher", "open sesame"), ("class", "pass:word"))
+    assert settings.backup_dir == tmp_path and settings.keep_days == 7 and not settings.log_json
+    assert settings.frame_ancestors == () and settings.allowed_hosts == ("lab.example",)
+    assert "open sesame" not in repr(settings) and "0123456789abcdef" not in repr(settings)
+
+
 @pytest.mark.parametrize(("name", "port"), [("QEVICT_PORT", 1), ("GRADIO_SERVER_PORT", 2), ("PORT", 3)])
 def test_the_port_has_three_names(name: str, port: int) -> None:
     assert Settings.from_env({name: str(port)}).port == port
@@ -58,6 +84,10 @@ def test_the_port_has_three_names(name: str, port: int) -> None:
         ({"PORT": "²"}, "PORT must be a port"),
         ({"QEVICT_LIST_SESSIONS": "maybe"}, "QEVICT_LIST_SESSIONS must be one of"),
         ({"QEVICT_DATA_DIR": __file__}, "must be a folder"),
+        ({"QEVICT_BACKUP_DIR": __file__}, "QEVICT_BACKUP_DIR must be a folder"),
+        ({"QEVICT_LOGIN": "teacher"}, "QEVICT_LOGIN must be name:password"),
+        ({"QEVICT_SECRET": "short"}, "QEVICT_SECRET must have at least 16"),
+        ({"QEVICT_HOSTED": "perhaps"}, "QEVICT_HOSTED must be one of"),
     ],
 )
 def test_a_wrong_value_is_one_clear_error(env: dict[str, str], said: str) -> None:
