@@ -15,6 +15,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.params import Depends as DependsParam
 from fastapi.responses import StreamingResponse
 
+from app.api_class import create_class_router
 from app.api_lessons import create_lessons_router
 from app.api_marks import create_marks_router
 from app.api_route import LARGEST_SEQ, NDJSON, Route, Seq, SessionId
@@ -47,6 +48,7 @@ def include_routes(app: FastAPI, context: AppContext, dependencies: Sequence[Dep
         create_router,
         create_marks_router,
         create_lessons_router,
+        create_class_router,
         create_compare_router,
         create_openai_router,
     )

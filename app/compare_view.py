@@ -14,90 +14,58 @@ import gradio as gr
 
 from app.settings import ASSETS
 from app.texts import all_texts
-from app.tier_view import LANGUAGES, board_files
+from app.tier_view import LANGUAGES
 from visuals.replay import lean_script
 
-NOTHING: dict[str, Any] = {"sid": "", "base": "qe"}
+NOTHING: dict[str, Any] = {"sid": ""}
 SCRIPTS = ("compare_view.js", "compare_draw.js", "compare_input.js")
 AREAS = ("compare.", "systems.", "view.")
+TABLE_ONLY = ("_line", "_loss", "_how")
 
 _ON_LOAD = """
-const host = element.querySelector(".qe-host");
-const files = props.files;
-const add = (tag, attributes) => new Promise((done, failed) => {
-  const node = document.createElement(tag);
-  node.onload = done;
-  node.onerror = () => failed(new Error(attributes.src || attributes.href));
-  Object.assign(node, attributes);
-  document.head.appendChild(node);
-});
-const all = async (list) => {
-  await Promise.all([
-    ...list.styles.map((href) => add("link", { rel: "stylesheet", href })),
-    ...list.scripts.map((src) => add("script", { async: false, src })),
-  ]);
-};
-const words = () => props.texts[document.documentElement.lang.slice(0, 2)] || props.texts.en;
-const make = async () => {
-  await (window.qeBoardFiles = window.qeBoardFiles || all(files.board));
-  await (window.qeCompareFiles = window.qeCompareFiles || all(files.own));
-  const boards = (window.qeBoards = window.qeBoards || new Map());
-  if (boards.has(props.board)) boards.get(props.board).destroy();
-  const scale = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--qe-scale")) || 1;
-  const projector = document.body.classList.contains("qe-projector");
-  const view = new window.QEvictCompare(host, { texts: words(), scale, projector });
-  boards.set(props.board, view);
-  new MutationObserver(() => view.destroyed || view.setTexts(words()))
-    .observe(document.documentElement, { attributes: true, attributeFilter: ["lang"] });
-  return view;
-};
 let view = null;
-let shown = "";
+const load = async () => {
+  await window.qeBoardFiles;
+  await Promise.all(props.files.map((src) => new Promise((onload, onerror) => {
+    document.head.appendChild(Object.assign(document.createElement("script"), { src, async: false, onload, onerror }));
+  })));
+  return window.QEvictCompare.attach(element.querySelector(".qe-host"), props);
+};
 const show = async () => {
-  const value = props.value || {};
-  if ((value.sid || "") === shown) return;
-  shown = value.sid || "";
-  if (!shown) {
-    if (view) (await view).load(null);
-    return;
-  }
-  view = view || make();
-  const wish = shown;
-  try {
-    const answer = await fetch((value.base || "qe") + "/compare/" + encodeURIComponent(wish));
-    if (!answer.ok) throw new Error((await answer.json()).detail || String(answer.status));
-    const data = await answer.json();
-    if (wish === shown) (await view).load(data);
-  } catch (error) {
-    if (wish === shown) (await view).fail(error.message);
-  }
+  const sid = (props.value || {}).sid || "";
+  if (sid) view = view || load();
+  if (view) (await view).open(sid);
 };
 watch("value", show);
-show().catch((error) => { host.textContent = String(error.message || error); });
+show();
 """
+"""The board's own files are asked for by the Live tab; the rest of this is `QEvictCompare.attach`."""
 
 
 @cache
-def compare_files() -> dict[str, dict[str, list[str]]]:
-    """Addresses of scripts and styles, the board's and this view's own; they change with the content."""
+def compare_files() -> list[str]:
+    """Addresses of this view's scripts; they change with the content."""
 
     def address(name: str) -> str:
         return f"qe/static/{name}?v={hashlib.sha256((ASSETS / name).read_bytes()).hexdigest()[:12]}"
 
-    own = {"styles": [], "scripts": [address(f"js/{name}") for name in SCRIPTS]}
-    return {"board": board_files(), "own": own}
+    return [address(f"js/{name}") for name in SCRIPTS]
 
 
 @cache
 def compare_texts() -> dict[str, dict[str, str]]:
     """The words of the view, by language and flat key."""
-    return {lang: {key: words for key, words in all_texts(lang).items() if key.startswith(AREAS)} for lang in LANGUAGES}
+
+    def shown(key: str) -> bool:
+        return key.startswith(AREAS) and not key.endswith(TABLE_ONLY)
+
+    return {lang: {key: words for key, words in all_texts(lang).items() if shown(key)} for lang in LANGUAGES}
 
 
 class CompareView(gr.HTML):
     """Two to four systems on one token axis, with one legend and one transport.
 
-    The value is {"sid": id of a finished comparison, "base": "qe"}; an empty id shows nothing.
+    The value is {"sid": id of a finished comparison}; an empty id shows nothing.
     """
 
     def __init__(

@@ -6,6 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 
+def heading(task: str, length: int, question: str) -> str:
+    """Task, length, and where the question stands."""
+    if task == "book":
+        return f"Running text, {length} tokens of prompt; score: the text's own next token is the likeliest"
+    place = "asked after compression" if question == "after" else "asked inside the prompt"
+    return f"{task}, {length} tokens, {place}"
+
+
 def lines(answer: Mapping[str, Any]) -> list[str]:
     """The tables for a person."""
     out = [
@@ -18,7 +26,7 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
         if head != last:
             last = head
             note = f"  [{row['note']}]" if row["note"] else ""
-            out += ["", f"{row['task']}, {row['length']} tokens, question {row['question']} compression{note}"]
+            out += ["", heading(*head) + note]
             out.append(f"  {'system':<34}{'bytes':>7}{'n':>4}  {'score':<22}{'NLL':<22}{'KL to FullKV':<24}agreement")
         if not row["n"]:
             least = row["smallest_share"]
@@ -34,7 +42,7 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
         if head != last:
             last = head
             note = f"  [{row['note']}]" if row["note"] else ""
-            out += ["", f"{row['task']}, {row['length']} tokens, question {row['question']} compression{note}"]
+            out += ["", heading(*head) + note]
             out.append(f"  {'system':<34}{'bytes':>7}{'n':>4}  {'score':<22}{'less FullKV':<24}truncated, degenerate")
         if not row["n"]:
             out.append(f"  {row['label']:<34}{row['infeasible']}")

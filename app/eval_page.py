@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from app.eval_lines import heading
 from visuals.figures.pareto import ablation_figure, directions_figure, pareto_figure
 from visuals.report import Report, Section, render
 
@@ -40,7 +41,7 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
     for (task, length, question), rows in groups.items():
         sections.append(
             Section(
-                f"{task}, {length} tokens, question {question} compression",
+                heading(task, length, question),
                 columns=score_columns,
                 rows=[
                     row if row["n"] else {**row, "note": f"infeasible; smallest share {row['smallest_share'] or 0:.1%}"}

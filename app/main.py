@@ -9,6 +9,7 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 import socket
 import threading
 import time
@@ -34,6 +35,8 @@ __all__ = ["AppContext", "StartError", "create_app", "create_context", "serve"]
 log = logging.getLogger("qevict.app")
 
 SHUTDOWN_SECONDS = 5
+KEEP_ALIVE_SECONDS = 75
+"""Longer than proxies keep an idle connection: else one asks just as the server hangs up, and gets no answer."""
 
 
 class StartError(EngineError, RuntimeError):
@@ -154,7 +157,9 @@ def serve(settings: Settings, *, desktop: bool = False) -> None:
             app,
             log_config=None,
             access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
             proxy_headers=False,  # the gate reads what proxies say, as far as they are trusted
         )
         server = Server(config)
@@ -173,6 +178,7 @@ def _show(url: str, server: uvicorn.Server, listening: socket.socket) -> None:
 
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, name="qevict-server")
     thread.start()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         while not server.started and thread.is_alive():
             time.sleep(0.05)

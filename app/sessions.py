@@ -13,27 +13,27 @@ import secrets
 import sqlite3
 import threading
 import time
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from sqlite_utils import Database
 
 from app.events import head
+from app.session_info import SessionInfo, clean_title, info_of
 from app.store_file import Owner, StoreError, explain, open_database, prepare
 from app.store_writer import Writer
 from engine.errors import EngineError, TraceError
 from engine.trace import EndEvent, ErrorEvent, encode
 
+__all__ = ["SessionInfo", "Sessions", "UnknownSessionError", "clean_title", "new_session_id"]
+
 log = logging.getLogger("qevict.sessions")
 
 STATES = ("queued", "running", "done", "stopped", "interrupted", "error")
 PAGE = 256
-TITLE_CHARS = 200
 SKIPPED_BY_A_KEYFRAME = ("route", "key", "score", "prog")
 
 Result = TypeVar("Result")
@@ -46,31 +46,6 @@ class UnknownSessionError(EngineError, KeyError):
         return str(self.args[0])
 
 
-@dataclass(frozen=True, slots=True)
-class SessionInfo:
-    """One session's row. `created` is seconds since 1970; `title` and `model` are untrusted text.
-
-    `user` says who made it, see `app.visitors`: it is never shown to anybody.
-    """
-
-    id: str
-    created: float
-    model: str
-    policy: str
-    title: str
-    state: str
-    num_events: int
-    settings: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, Any] = field(default_factory=dict)
-    summary: dict[str, Any] = field(default_factory=dict)
-    damage: str = ""
-    user: str = ""
-
-    def shown(self) -> dict[str, Any]:
-        """Everything but `user`, as plain values."""
-        return {name: value for name, value in asdict(self).items() if name != "user"}
-
-
 Rows: TypeAlias = list[dict[str, Any]]
 Infos: TypeAlias = list[SessionInfo]
 
@@ -78,13 +53,6 @@ Infos: TypeAlias = list[SessionInfo]
 def new_session_id() -> str:
     """An id that can't be guessed: 128 random bits."""
     return secrets.token_urlsafe(16)
-
-
-def clean_title(text: str, most: int = TITLE_CHARS) -> str:
-    """One line of at most `most` characters, without control characters."""
-    line = "".join(" " if unicodedata.category(char)[0] in "CZ" else char for char in text)
-    line = " ".join(line.split())
-    return line if len(line) <= most else line[: most - 1] + "…"
 
 
 class Sessions:
@@ -299,7 +267,7 @@ class Sessions:
         """Sessions, newest first; with `user`, those of one visitor."""
         which = "" if user is None else "where user = ? "
         sql = f"select * from session {which}order by created desc, id limit ? offset ?"
-        return [_info(row) for row in self._select(sql, [*([] if user is None else [user]), limit, offset])]
+        return [info_of(row) for row in self._select(sql, [*([] if user is None else [user]), limit, offset])]
 
     def get(self, session: str) -> SessionInfo:
         """One session.
@@ -310,7 +278,7 @@ class Sessions:
         rows = self._select("select * from session where id = ?", [session])
         if not rows:
             raise UnknownSessionError(f"there is no session {session[:40]!r}.")
-        return _info(rows[0])
+        return info_of(rows[0])
 
     def marks(self, session: str) -> Rows:
         """Notes of a session, oldest first; `windows` is a list."""
@@ -419,31 +387,6 @@ def _empty_log(db: Database) -> None:
         if not busy:
             return
         time.sleep(0.05)
-
-
-def _info(row: Mapping[str, Any]) -> SessionInfo:
-    damage = ""
-    values: dict[str, dict[str, Any]] = {}
-    for name in ("settings", "versions", "summary"):
-        try:
-            parsed = json.loads(row[name] or "{}")
-            if not isinstance(parsed, dict):
-                raise ValueError("not a table")
-        except (ValueError, TypeError):
-            parsed, damage = {}, f"the stored {name} are damaged."
-        values[name] = parsed
-    return SessionInfo(
-        id=row["id"],
-        created=row["created"],
-        model=row["model"],
-        policy=row["policy"],
-        title=row["title"],
-        state=row["state"],
-        num_events=row["num_events"],
-        damage=damage,
-        user=row["user"],
-        **values,
-    )
 
 
 def _all_may(user: str) -> None:

@@ -276,7 +276,12 @@ def _folder(env: Mapping[str, str], name: str) -> Path | None:
     chosen = env.get(name, "").strip()
     if not chosen:
         return None
-    path = Path(chosen).expanduser()
+    try:
+        path = Path(chosen).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{name} must be a folder, and there is no such user as in {chosen!r}.") from error
+    if "\0" in chosen:
+        raise SettingsError(f"{name} must be a folder, got {chosen!r}.")
     if path.exists() and not path.is_dir():
         raise SettingsError(f"{name} must be a folder, got the file {chosen!r}.")
     return path

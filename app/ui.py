@@ -123,10 +123,11 @@ def _wire_page(
         query = request.query_params
         chosen = pick_language(query.get("lang"), (saved or {}).get("lang"), request.headers.get("accept-language"))
         session = query.get("s")
+        shown = "replays" if session else "lessons" if query.get("class") else None
         return [
             chosen,
             chosen,
-            gr.Tabs(selected="replays") if session else gr.skip(),
+            gr.Tabs(selected=shown) if shown else gr.skip(),
             (session, _whole(query.get("r")), _whole(query.get("l"))) if session else None,
             live.first_board(),
             *live.words(chosen, ""),

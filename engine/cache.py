@@ -66,6 +66,11 @@ class QEvictCache(Cache):
         attention = attention_module(model, managed[0])
         parameter = next(attention.parameters())
         self.device, self._weights_dtype = parameter.device, parameter.dtype
+        spread = {next(attention_module(model, index).parameters()).device for index in managed}
+        if len(spread) > 1:
+            raise UnsupportedModelError(
+                f"all layers must lie on one device, this model is spread over {', '.join(sorted(map(str, spread)))}."
+            )
         layer_types = getattr(text, "layer_types", None)
         self._rope = RopeTable(find_rotary(model), layer_types[managed[0]] if layer_types else None, self.device)
         self._num_heads = int(text.num_attention_heads)

@@ -40,7 +40,7 @@ from engine.comparison import (
     relative_error,
 )
 from engine.errors import ConfigError, OutOfMemoryError, PromptError
-from engine.generate import PREFILL_CHUNK, eos_ids, prompt_ids
+from engine.generate import PREFILL_CHUNK, eos_ids, prompt_ids, prompt_parts
 from engine.models import LoadedModel
 from engine.pieces import PieceDecoder, pieces_of
 from engine.trace import Progress, Tier
@@ -181,17 +181,18 @@ class _Comparison:
         began = time.perf_counter()
         fan = FanOut(self.loaded.model, [self.reference, *self.caches])
         logits: Tensor | None = None
-        for begin in range(0, len(self.ids), PREFILL_CHUNK):
-            part = self.ids[begin : begin + PREFILL_CHUNK]
-            logits = fan.forward(part, begin)
-            yield Progress("prefill", min(begin + PREFILL_CHUNK, len(self.ids)), len(self.ids))
+        done = 0
+        for part in prompt_parts(self.ids, PREFILL_CHUNK):
+            logits = fan.forward(part, done)
+            done += len(part)
+            yield Progress("prefill", done, len(self.ids))
             if stopped():
                 break
         if logits is None:
             raise PromptError("the prompt has no token.")
         prefill = time.perf_counter() - began
         self.times: list[list[float]] = [[] for _ in range(len(self.caches) + 1)]
-        if len(self.ids) > begin + len(part):
+        if len(self.ids) > done:
             yield self._result([], None, prefill, began, stopped=True)
             return
         with torch.inference_mode():

@@ -175,7 +175,7 @@ def generate(
         ) from error
 
 
-def _prompt_parts(ids: list[int], chunk: int) -> list[list[int]]:
+def prompt_parts(ids: list[int], chunk: int) -> list[list[int]]:
     """The prompt in forwards of `chunk` tokens; none has one token, which the cache would take for decoding."""
     chunk = max(2, chunk)
     starts = list(range(0, len(ids), chunk))
@@ -268,7 +268,7 @@ class _Run:
                 yield Progress("prefill", done, len(self.ids))
                 yield from self._routed(watched_row)
                 continue
-            for part in _prompt_parts(self.ids[begin:end], self.options.prefill_chunk or PREFILL_CHUNK):
+            for part in prompt_parts(self.ids[begin:end], self.options.prefill_chunk or PREFILL_CHUNK):
                 if stopped():
                     yield self._end("stop")
                     return

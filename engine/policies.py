@@ -11,7 +11,7 @@ dtype: a prompt is scored in full precision. Knows torch and numpy; knows no mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,7 @@ from engine.errors import BudgetError, ConfigError
 from engine.metrics.churn import ChurnSeries, churn_series
 from engine.metrics.history import TierHistory, TransitionCounts, count_transitions
 from engine.metrics.lir import ReturnStats, policy_lir
-from engine.metrics.mass import SCOPES, HorizonMass, Scope
+from engine.metrics.mass import HorizonMass, Scope
 from engine.routing import Candidates, decide
 from engine.trace import Tier
 from engine.windows import Grid
@@ -385,23 +385,3 @@ def horizon_masses(
             )
         )
     return out
-
-
-def table(runs: Iterable[PolicyRun], horizon: int = HORIZON) -> list[dict[str, Any]]:
-    """Summaries of several runs."""
-    return [run.summary(horizon) for run in runs]
-
-
-__all__ = [
-    "HORIZON",
-    "SCOPES",
-    "FullTrace",
-    "Policy",
-    "PolicyRun",
-    "event_boundaries",
-    "future_shares",
-    "horizon_masses",
-    "simulate",
-    "standard_policies",
-    "table",
-]

@@ -286,7 +286,7 @@ class CompareTab:
             sentence = "" if now.error else text(lang, "status.early_stop")
             yield banner, status_html(sentence), dict(NOTHING), "", *ready
             return
-        board = {"sid": session, "base": "qe"} if outcome.result.mode == "teacher" else dict(NOTHING)
+        board = {"sid": session} if outcome.result.mode == "teacher" else dict(NOTHING)
         yield (
             "",
             status_html(self._sentence(session, lang)),

@@ -17,32 +17,22 @@ from app.settings import ASSETS
 from app.tabs.run_panel import PRESET_FIELDS, fill_preset, show_document
 from app.tier_view import TierView
 from presets.lessons import load_lessons
+from visuals.replay import lean_script
 
-SCRIPTS = ("js/tier_lesson.js", "js/lessons.js")
+SCRIPTS = ("js/lessons.js", "js/tier_lesson.js")
 BOARD = "qe-lesson-board"
 RUN_FIELDS = {"new_tokens": 200, "temperature": 0.8, "seed": 1, "ignore_eos": True}
 """How the bundled runs were generated, by the form's fields."""
 
 _ON_LOAD = """
-const host = element.querySelector(".qe-player");
-const later = (test) => new Promise((done) => {
-  const look = () => (test() ? done(test()) : setTimeout(look, 60));
-  look();
-});
-const add = (src) => new Promise((done, failed) => {
-  const node = Object.assign(document.createElement("script"), { src, onload: done, onerror: failed });
-  document.head.appendChild(node);
-});
-let begun = 0;
-new IntersectionObserver(async (seen) => {
-  if (begun || !seen.some((one) => one.isIntersecting)) return;
-  begun = 1;
-  const board = await later(() => window.qeBoards && window.qeBoards.get("BOARD"));
-  for (const src of props.scripts) await add(src);
-  window.qeLessons = new window.QEvictLessons(host, board, (lesson) => trigger("select", { lesson }));
-  window.qeLessons.read();
-}).observe(host);
+new IntersectionObserver((seen, watch) => {
+  if (!seen.pop().isIntersecting) return;
+  watch.disconnect();
+  const onload = () => window.qeStartLessons(element, props, (lesson) => trigger("select", { lesson }));
+  document.head.append(Object.assign(document.createElement("script"), { src: props.src[0], onload }));
+}).observe(element);
 """
+"""Nothing of the lessons is fetched before their tab is on the screen."""
 
 
 class LessonsTab:
@@ -53,11 +43,12 @@ class LessonsTab:
         with gr.Row(elem_classes="qe-lessons"):
             self.player = gr.HTML(
                 html_template='<div class="qe-player"></div>',
-                js_on_load=_ON_LOAD.replace("BOARD", BOARD),
+                js_on_load=lean_script(_ON_LOAD),
                 apply_default_css=False,
                 elem_id="qe-lesson",
                 padding=False,
-                scripts=lesson_scripts(),
+                src=lesson_scripts(),
+                board=BOARD,
             )
             self.board = TierView(elem_id=BOARD)
 

@@ -47,6 +47,37 @@
 
     // ---- public -------------------------------------------------------------------------------------------------
 
+    /** A view in a page that has `qeBoards`, whose words follow the page's language. */
+    static attach(host, props) {
+      const page = document.documentElement;
+      const words = () => props.texts[page.lang.slice(0, 2)] || props.texts.en;
+      const scale = parseFloat(getComputedStyle(page).getPropertyValue("--qe-scale")) || 1;
+      const projector = document.body.classList.contains("qe-projector");
+      const boards = (root.qeBoards = root.qeBoards || new Map());
+      if (boards.has(props.board)) boards.get(props.board).destroy();
+      const view = new QEvictCompare(host, { texts: words(), scale, projector });
+      boards.set(props.board, view);
+      const languages = new MutationObserver(() => view.setTexts(words()));
+      languages.observe(page, { attributes: true, attributeFilter: ["lang"] });
+      view._off.push(() => languages.disconnect());
+      return view;
+    }
+
+    /** Fetches and shows a comparison; the same one twice is shown once, an empty id shows nothing. */
+    async open(sid) {
+      if (sid === this.sid) return;
+      this.sid = sid;
+      if (!sid) return this.load(null);
+      try {
+        const answer = await fetch(`qe/compare/${encodeURIComponent(sid)}`);
+        const data = await answer.json();
+        if (!answer.ok) throw new Error(data.detail || String(answer.status));
+        if (sid === this.sid) this.load(data);
+      } catch (error) {
+        if (sid === this.sid) this.fail(error.message);
+      }
+    }
+
     /** Shows a comparison as the server sends it; null shows nothing. */
     load(data) {
       this.pause();

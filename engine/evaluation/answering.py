@@ -20,7 +20,7 @@ from engine.errors import BackendError, BudgetError, ConfigError, EngineError, P
 from engine.evaluation import scorers
 from engine.evaluation.forcing import FULL, System, _forward
 from engine.evaluation.sample import Sample
-from engine.generate import PREFILL_CHUNK, _prompt_parts, eos_ids
+from engine.generate import PREFILL_CHUNK, prompt_parts, eos_ids
 from engine.models import LoadedModel
 
 
@@ -74,7 +74,7 @@ def answer(
             refused[place] = error
     fan = FanOut(loaded.model, [first, *(cache for _, cache in caches)])
     at = 0
-    for part in _prompt_parts(list(sample.prompt), PREFILL_CHUNK):
+    for part in prompt_parts(list(sample.prompt), PREFILL_CHUNK):
         fan.forward(part, at)
         at += len(part)
     out: dict[int, Answer] = {}

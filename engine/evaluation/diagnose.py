@@ -121,6 +121,8 @@ def _differences(loaded: LoadedModel, prompt_tokens: int, config: QEvictConfig, 
         f"model: {loaded.label}, the article used {', '.join(paper.MODELS)}",
         f"context: one text of {prompt_tokens} + {options.steps} tokens; the article used long contexts and does not "
         "print their number for these tables",
+        "FMM: over all positions, as the formula says, and over history alone (fmm_history): the article does not say "
+        "whether its denominator holds sink and local region",
         "text: teacher-forced on the text itself, one text, so no interval",
         "simulation: policies rank windows by FullKV's attention; the feedback of quantization and eviction on scores "
         "is missing, except where a row says live",

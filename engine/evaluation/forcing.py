@@ -23,7 +23,7 @@ from engine.baselines.matching import BudgetSpec
 from engine.budget import KVShape
 from engine.errors import BackendError, BudgetError, ConfigError, EngineError, PromptError
 from engine.evaluation.items import Item, Span
-from engine.generate import PREFILL_CHUNK, _prompt_parts
+from engine.generate import PREFILL_CHUNK, prompt_parts
 from engine.models import LoadedModel
 
 FULL = "fullkv"
@@ -124,7 +124,7 @@ def measure(
             refused[place] = error
     fan = FanOut(loaded.model, [full, *(cache for _, cache in caches)])
     at = 0
-    for part in _prompt_parts(list(item.prompt), PREFILL_CHUNK):
+    for part in prompt_parts(list(item.prompt), PREFILL_CHUNK):
         fan.forward(part, at)
         at += len(part)
     full.settle()

@@ -6,6 +6,7 @@ The same tokens are fed, so that a run lines up with the trace event by event. B
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,11 @@ from torch import Tensor
 from engine.adapter import cache_keyword
 from engine.attention.ledger import ledger_logits
 from engine.cache import QEvictCache, RoutingRecord
-from engine.generate import PREFILL_CHUNK, _prompt_parts
+from engine.generate import PREFILL_CHUNK, prompt_parts
 from engine.metrics.history import TierHistory
 from engine.metrics.qsa import Agreement, agreement
 from engine.models import LoadedModel
-from engine.policies import HORIZON, FullTrace, Policy, PolicyRun, by_blocks, event_boundaries, horizon_masses
+from engine.policies import HORIZON, FullTrace, Policy, PolicyRun, by_blocks, horizon_masses
 from engine.scores import key_masses
 from engine.trace import Tier
 from engine.windows import Grid
@@ -107,8 +108,6 @@ def run_live(
     Raises:
         BudgetError: the policy's budget is infeasible at this length.
     """
-    import time
-
     began = time.perf_counter()
     config = policy.config.replace(
         planned_new_tokens=trace.steps, kv_dtype=kv_dtype, backend="sdpa", prefill_routing="end"
@@ -126,7 +125,7 @@ def run_live(
     keyword: dict[str, Any] = {cache_keyword(decoder): cache}
     prompt = list(ids[: trace.prompt_tokens])
     at = 0
-    for part in [*_prompt_parts(prompt, PREFILL_CHUNK), *([token] for token in ids[trace.prompt_tokens :])]:
+    for part in [*prompt_parts(prompt, PREFILL_CHUNK), *([token] for token in ids[trace.prompt_tokens :])]:
         if at == trace.prompt_tokens:
             cache.settle()
         decoder(
@@ -174,6 +173,3 @@ def _agreement(trace: FullTrace, policy: Policy, history: TierHistory, scores: l
     members = history.tiers.reshape(events, trace.num_layers, groups, windows) == Tier.QUANT
     members = members.repeat(trace.num_heads // groups, axis=2)
     return agreement(ours, theirs, members, history.event_ids)
-
-
-__all__ = ["HeadScores", "LiveRun", "event_boundaries", "run_live"]

@@ -20,7 +20,7 @@ from engine.evaluation.tasks import task_info
 FLOOR = 0.10
 """A task counts as impossible for a model whose full cache scores below this, or below twice chance."""
 FEWEST = 8
-"""Items below which a low score does not say that a model cannot do a task."""
+"""With fewer items there is no verdict: neither on a claim, nor that a model cannot do a task."""
 RIVALS = ("streamingllm", "snapkv", "adakv", "criticalkv", "critical-adakv", "defensivekv", "layer-defensivekv", "h2o")
 """Systems that evict and never recover."""
 
@@ -42,7 +42,7 @@ def score_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
         if full is not None and task != "book":
             reached, values = _values(full, info.score, MAIN, None)
             able = True if reached >= limit else None if len(values) < FEWEST else False
-        for label, entries in sorted(by_system.items(), key=lambda item: (not item[1][0]["full"], item[0])):
+        for label, entries in sorted(by_system.items(), key=_place):
             done = [entry for entry in entries if entry["infeasible"] is None]
             first = entries[0]
             line: dict[str, Any] = {
@@ -98,7 +98,7 @@ def answer_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
         reached = [entry["figures"]["score"] for entry in full or [] if entry["infeasible"] is None]
         able = None if len(reached) < FEWEST else sum(reached) / len(reached) >= FLOOR
         theirs = {entry["prompt_hash"]: entry["figures"]["score"] for entry in full or [] if not entry["infeasible"]}
-        for label, entries in sorted(by_system.items(), key=lambda item: (not item[1][0]["full"], item[0])):
+        for label, entries in sorted(by_system.items(), key=_place):
             done = [entry for entry in entries if entry["infeasible"] is None]
             line: dict[str, Any] = {
                 "task": task,
@@ -321,6 +321,9 @@ def ablation_table(rows: Sequence[Row], what: str) -> list[dict[str, Any]]:
 
 def _verdict(difference: Estimate, *, wanted: int) -> str:
     """What the interval says of a claim whose difference should have the sign `wanted`."""
+    if difference.n < FEWEST:
+        # A bootstrap of so few items is too narrow to carry a verdict.
+        return "too few items"
     return {wanted: "holds", -wanted: "CONTRADICTED", 0: "not settled"}[difference.sign]
 
 
@@ -341,6 +344,12 @@ def _by_system(cells: Iterable[Row]) -> dict[str, list[Row]]:
     for cell in cells:
         out[cell["label"]].append(cell)
     return dict(out)
+
+
+def _place(item: tuple[str, Sequence[Row]]) -> tuple[bool, str, float, str]:
+    """FullKV first, then by system, large budgets first."""
+    label, (first, *_) = item
+    return not first["full"], first["system"], -(first["kv_budget"] or 0.0), label
 
 
 def _values(cells: Sequence[Row], figure: str, span: str, default: float | None) -> tuple[float, list[float]]:

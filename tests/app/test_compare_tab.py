@@ -273,10 +273,9 @@ def test_the_browser_fetches_it(context: AppContext) -> None:
     plain = client.get(f"/qe/compare/{session}", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers and plain.json() == answer.json()
     assert client.get("/qe/compare/nobody").status_code == 404
-    for files in compare_files().values():
-        for kind in ("styles", "scripts"):
-            for address in files[kind]:
-                assert client.get("/" + address).status_code == 200, address
+    assert len(compare_files()) == 3
+    for address in compare_files():
+        assert client.get("/" + address).status_code == 200, address
 
 
 # table
@@ -353,13 +352,14 @@ def test_a_system_without_texts_is_shown_by_its_name() -> None:
 
 def test_the_view_knows_its_words_and_is_idle_by_itself() -> None:
     words = compare_texts()["zh"]
-    assert words["systems.qevict_line"] != compare_texts()["en"]["systems.qevict_line"]
+    assert words["compare.label"] != compare_texts()["en"]["compare.label"]
+    assert words["systems.qevict"] == "QEvict" and "systems.qevict_line" not in words
     used = set()
     for script in ASSETS.glob("js/compare_*.js"):
         used |= set(re.findall(r'"((?:compare|view)\.[a-z_]+)"', script.read_text("utf-8")))
     assert used - set(words) == set()
     view = CompareView()
-    assert view.postprocess(None) == {"sid": "", "base": "qe"}
+    assert view.postprocess(None) == {"sid": ""}
     assert view.postprocess('{"sid": "x"}') == {"sid": "x"}
 
 

@@ -138,7 +138,7 @@ def test_stop_before_the_first_token_while_the_model_loads(tmp_path: Path) -> No
 def test_stop_acts_between_two_tokens_and_keeps_what_there_is(
     tmp_path: Path, deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("app.runs.STOP_SECONDS", 0.1)
+    monkeypatch.setattr("app.run_state.STOP_SECONDS", 0.1)
     house = House(tmp_path, FakeEngine(delay=0.005, deaf=deaf), FakeLoader())
     session = house.runs.start(RunRequest("x", options={"max_new_tokens": 4000}))
     wait_for(lambda: len([e for e in house.trace(session) if isinstance(e, StepEvent)]) > 3)

@@ -85,6 +85,8 @@ def test_the_port_has_three_names(name: str, port: int) -> None:
         ({"QEVICT_LIST_SESSIONS": "maybe"}, "QEVICT_LIST_SESSIONS must be one of"),
         ({"QEVICT_DATA_DIR": __file__}, "must be a folder"),
         ({"QEVICT_BACKUP_DIR": __file__}, "QEVICT_BACKUP_DIR must be a folder"),
+        ({"QEVICT_DATA_DIR": "~nobody-of-that-name/x"}, "QEVICT_DATA_DIR must be a folder, and there is no such user"),
+        ({"QEVICT_DATA_DIR": "a\0b"}, "QEVICT_DATA_DIR must be a folder"),
         ({"QEVICT_LOGIN": "teacher"}, "QEVICT_LOGIN must be name:password"),
         ({"QEVICT_SECRET": "short"}, "QEVICT_SECRET must have at least 16"),
         ({"QEVICT_HOSTED": "perhaps"}, "QEVICT_HOSTED must be one of"),

@@ -207,6 +207,29 @@ def test_a_lesson_goes_live(open_lessons: Callable[..., Any]) -> None:
     )
 
 
+def test_a_class_answers_by_a_link(open_lessons: Callable[..., Any], artifacts: Path) -> None:
+    teacher = open_lessons()
+    teacher.evaluate("qeLessons.go(6, 0)")
+    _at(teacher, 6, 0)
+    teacher.get_by_role("button", name="Let a class answer").click()
+    teacher.wait_for_selector(".qe-step-class b")
+    link = teacher.locator(".qe-step-class b").inner_text()
+    for pick in ("1", "2"):
+        student = open_lessons(viewport={"width": 390, "height": 800})
+        student.goto(link)
+        student.wait_for_function("window.qeLessons && qeLessons.at", timeout=60_000)
+        student.evaluate("qeLessons.go(6, 0)")
+        _at(student, 6, 0)
+        student.keyboard.press(pick)
+        student.get_by_text("Sent, without a name.").wait_for(timeout=15_000)
+    teacher.get_by_text("2 devices have answered").wait_for(timeout=15_000)
+    assert teacher.locator(".qe-class-bar").all_inner_texts() == ["1\n\n1", "2\n\n1", "3\n\n0"]
+    teacher.screenshot(path=str(artifacts / "lesson-class-1280.png"))
+    student.screenshot(path=str(artifacts / "lesson-class-390.png"))
+    teacher.get_by_role("button", name="End").click()
+    assert teacher.locator(".qe-class-tally").count() == 0
+
+
 @pytest.mark.parametrize("size", [(1280, 720), (1920, 1080)])
 def test_every_step_fits_beside_its_board(
     open_lessons: Callable[..., Any], artifacts: Path, size: tuple[int, int]

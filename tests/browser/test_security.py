@@ -43,3 +43,25 @@ def test_the_page_works_under_its_policy_and_foreign_script_does_not_run(browser
         assert page.evaluate("window.taken") is None
         assert sum("Content Security Policy" in line for line in said) >= 3
         page.close()
+
+
+HOSTED = "import os; os.environ['QEVICT_HOSTED'] = '1'; from tests.browser.made_up_server import main; main(40, 40.0)"
+LISTED = "fetch('qe/sessions').then((answer) => answer.json()).then((found) => found.sessions.map((one) => one.id))"
+
+
+def test_a_run_that_is_started_on_the_page_belongs_to_that_browser(browser: Any, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, ("-c", HOSTED)) as server:
+        lists = []
+        for _ in range(2):
+            place = browser.new_context()
+            page = place.new_page()
+            page.goto(server.url)
+            page.wait_for_function("window.qeBoards && window.qeBoards.size > 0", timeout=60_000)
+            page.click("#qe-run")
+            page.wait_for_function(
+                "document.querySelector('#qe-live-status').innerText.includes('inished')", timeout=60_000
+            )
+            lists.append(page.evaluate(LISTED))
+            place.close()
+        assert [len(found) for found in lists] == [1, 1], "each browser sees its own run"
+        assert lists[0] != lists[1]

@@ -518,3 +518,10 @@ def test_a_forward_that_broke_off_is_noticed_and_reset_mends_it() -> None:
             model(input_ids=whole[:, :1], **{name: cache})
         cache.reset()
         torch.testing.assert_close(step_logits(model, whole, 90, cache), wanted, atol=0, rtol=0)
+
+
+def test_a_model_on_several_devices_is_refused() -> None:
+    model = tiny_model()
+    model.model.layers[1].to("meta")
+    with pytest.raises(UnsupportedModelError, match="one device, this model is spread over cpu, meta"):
+        QEvictCache(model, WHOLE)

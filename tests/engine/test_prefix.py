@@ -25,7 +25,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(prompt: str, store: PrefixStore | None, *, reference: bool = False, document: str = DOCUMENT) -> list[TraceEvent]:
+def run(
+    prompt: str, store: PrefixStore | None, *, reference: bool = False, document: str = DOCUMENT
+) -> list[TraceEvent]:
     options = RunOptions(max_new_tokens=24, reference=reference, ignore_eos=True)
     return list(generate(tiny_loaded(), prompt, CONFIG, options, document=document, prefixes=store))
 

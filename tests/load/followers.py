@@ -62,7 +62,7 @@ class Load:
         self.current = ""
 
     async def run(self) -> Tally:
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=30)
         async with httpx.AsyncClient(timeout=60, limits=limits) as client:
             self.client = client
             tasks = [self._user(number) for number in range(self.users)]

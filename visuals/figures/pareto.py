@@ -70,6 +70,11 @@ def pareto_figure(
             customdata=[[p["label"], p["n"]] for p in mine],
             hovertemplate="%{customdata[0]}: %{y:.4f} at %{x:.1f} %, n %{customdata[1]}<extra></extra>",
         )
+    shares = [100 * float(p["share"]) for p in points]
+    if shares and min(shares) > 0 and max(shares) > 4 * min(shares):
+        # Budgets halve from step to step: on a plain axis the small ones would lie on one another.
+        ticks = [1, 2, 5, 10, 20, 40, 70, 100]
+        out.update_xaxes(type="log", tickvals=ticks, ticktext=[str(tick) for tick in ticks])
     kept = [points[i] for i in front(points, lower_is_better=figure in LOWER_IS_BETTER)]
     if len(kept) > 1:
         out.add_scatter(
@@ -115,7 +120,7 @@ def directions_figure(
     """Each claim's paired difference with its interval; a bar that reaches across 0 settles nothing."""
     colors = PALETTES[theme]
     out = blank(say(words, WORDS, "directions_title"), say(words, WORDS, "difference"), "", theme)
-    by = {"holds": colors.full, "CONTRADICTED": colors.alarm, "not settled": colors.muted}
+    by = {"holds": colors.full, "CONTRADICTED": colors.alarm, "not settled": colors.muted, "too few items": colors.line}
     for verdict, color in by.items():
         mine = [row for row in rows if row["verdict"] == verdict]
         if not mine:

@@ -70,8 +70,8 @@ def test_rivals_are_compared_item_by_item_and_contradictions_are_named() -> None
     assert found["score_difference"]["mean"] == pytest.approx(10 / 12) and found["verdict_score"] == "holds"
     swapped = [entry | {"system": {"qevict": "h2o", "h2o": "qevict"}[entry["system"]]} for entry in ours + theirs]
     assert rival_differences(full + swapped)[0]["verdict_score"] == "CONTRADICTED"
-    books = items("fullkv", [1.0] * 5, share=None, task="book") + items("qevict", [0.5] * 5, task="book")
-    (book,) = rival_differences(books + items("h2o", [0.25] * 5, task="book"))
+    books = items("fullkv", [1.0] * 9, share=None, task="book") + items("qevict", [0.5] * 9, task="book")
+    (book,) = rival_differences(books + items("h2o", [0.25] * 9, task="book"))
     assert book["kl_difference"]["mean"] == pytest.approx(-0.25) and book["verdict_kl"] == "holds"
 
 
@@ -100,9 +100,10 @@ def test_directions_hold_are_contradicted_or_stay_open() -> None:
         rows = [policies(a, b, i) for i, (a, b) in enumerate(pairs)]
         return next(line["verdict"] for line in direction_table(rows) if line["claim"] == "R3 misses less than R1")
 
-    assert verdict([(0.2, 0.3), (0.1, 0.2), (0.2, 0.4)]) == "holds"
-    assert verdict([(0.3, 0.2), (0.2, 0.1), (0.4, 0.2)]) == "CONTRADICTED"
-    assert verdict([(0.3, 0.2), (0.1, 0.2)]) == "not settled"
+    assert verdict([(0.2, 0.3), (0.1, 0.2), (0.2, 0.4)] * 3) == "holds"
+    assert verdict([(0.3, 0.2), (0.2, 0.1), (0.4, 0.2)] * 3) == "CONTRADICTED"
+    assert verdict([(0.3, 0.2), (0.1, 0.2)] * 4) == "not settled"
+    assert verdict([(0.2, 0.3)] * 7) == "too few items"
 
 
 def test_policy_and_promotion_tables() -> None:

@@ -64,6 +64,7 @@ def test_a_line_is_in_the_table_once() -> None:
     assert ("\n" + text_of(item.prompt)).count(f"{question}{answer_of(item)}") == 1
     assert ("\n" + text_of(item.prompt)).count(question) == 1
     lines = text_of(item.prompt).splitlines()
+    assert question.startswith("\n") and text_of(item.prompt).endswith("\n")
     assert len(lines) == item.notes["lines"] > 10 and len(set(lines)) == len(lines)
 
 
@@ -117,6 +118,13 @@ def test_texts_come_from_a_folder_or_its_texts(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(PromptError, match=r"no \.txt"):
         read_texts(tmp_path / "empty")
+
+
+def test_short_texts_are_no_haystack_where_longer_ones_are() -> None:
+    texts = [Text("note", "Too short. Far too short."), TEXTS[0]]
+    items = make_items("niah1_raw", TOKENIZER, texts, length=600, count=4)
+    assert {item.source for item in items} == {"ferry"}
+    assert make_items("niah1_raw", TOKENIZER, texts[:1], length=600, count=1)[0].source == "note"
 
 
 @pytest.mark.parametrize(
