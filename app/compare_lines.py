@@ -113,7 +113,7 @@ def lines(result: CompareResult) -> list[str]:
     out = [
         f"{result.prompt_tokens:,} + {len(result.token_ids):,} tokens, {text('en', f'compare.mode_{result.mode}')}; "
         f"FullKV would hold {result.full_kv_bytes / 1e6:.2f} MB in {result.kv_dtype} and took "
-        f"{result.reference_ms_per_token:.1f} ms per token here",
+        f"{result.reference_ms_per_token:.1f} ms per token here, with recording",
         "",
         *_columns([head, *rows]),
         "",

@@ -153,7 +153,8 @@ def _weights() -> dict[str, Any]:
         worst = max((float(part["relative"]) for part in errors.values()), default=0.0)
         parts.append(
             f"asked {record['asked']}: {plan['few']} for single tokens, {plan['many']} for prompts, "
-            f"{plan['head']} for the output layer, relative logit error {worst:.4f} over {record.get('tokens', 0)} tokens"
+            f"{plan['head']} for the output layer, relative logit error {worst:.4f} "
+            f"over {record.get('tokens', 0)} tokens"
         )
     return _finding(True, "; ".join(parts)) | {"report": report}
 

@@ -179,10 +179,8 @@ class ReplaysTab:
 
     def table_html(self, lang: str) -> str:
         """The list of sessions, newest first, as HTML."""
-        if not self._context.settings.list_sessions:
-            return notices_html([text(lang, "replays.all_private")])
         try:
-            found = self._context.sessions.list()
+            found = self._context.listed()
         except EngineError as error:
             return error_html(str(error))
         return sessions_html(found, lang)

@@ -65,15 +65,15 @@
       this.width = width;
       this.axis = null;
       if (width < 200) return;
-      const gutter = Math.round(Math.min(250, Math.max(176, width * 0.15)) * Math.sqrt(scale));
+      const gutter = Math.round(Math.min(250, Math.max(196, width * 0.15)) * Math.sqrt(scale));
       host.style.setProperty("--qe-gutter", `${gutter}px`);
       const [z0, z1] = this.zoom || [0, this.total];
       this.axis = new Draw.Axis(gutter, width - 10, { sink_tokens: 0, window_size: data.window_size }, this.total, z0, z1);
       this.axis.meta = { sink_tokens: data.sink_tokens, window_size: data.window_size };
       const top = host.getBoundingClientRect().top + root.scrollY;
       const rest = (root.innerHeight < 800 ? 106 : 180) * Math.min(1.3, scale);
-      const room = (root.innerHeight - Math.min(top, 260) - rest) / this.lanes.length;
-      this.height = Math.round(Math.min(190, Math.max(80 * Math.min(1.4, scale), room)));
+      const room = (root.innerHeight - Math.min(top, 300) - rest) / this.lanes.length;
+      this.height = Math.round(Math.min(190, Math.max(66 * scale, room)));
       this.klHeight = Math.round(Math.min(32, this.height * 0.25));
       for (const { canvas } of this.lanes) this._size(canvas, width, this.height);
       this._size(ui.axisCanvas, width, Math.round(20 * scale));
@@ -153,7 +153,7 @@
         const x = Math.max(axis.start, axis.x(w));
         const wide = axis.thin ? Math.max(1, Math.min(axis.right, axis.x(w + step)) - x) : axis.width(w);
         const gone = 1 - full - quant;
-        if (gone > 0.995 && wide >= 4) {
+        if (gone > 0.995 && axis.cell >= 5) {
           ctx.strokeStyle = colors.evicted;
           ctx.lineWidth = 1;
           const low = Math.max(4, Math.round(tall * 0.14));

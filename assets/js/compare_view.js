@@ -182,7 +182,7 @@
         el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
         el("span", "", item).textContent = this._t(`compare.legend_${name}`);
       }
-      ui.note = el("span", "qe-note", ui.legend);
+      ui.note = el("span", "qe-note qe-cmp-note", ui.legend);
       ui.where = el("b", "qe-cmp-where", ui.legend, { "aria-live": "polite" });
       ui.lanes = el("div", "qe-cmp-lanes", host);
       ui.axisCanvas = el("canvas", "qe-cmp-axis", host, { "aria-hidden": "true" });
@@ -268,11 +268,11 @@
         name.textContent = this._name(system);
         const marks = el("span", "qe-cmp-marks", side);
         el("span", `qe-badge qe-keeps-${system.keeps}`, marks).textContent = this._t(`compare.keeps_${system.keeps}`);
+        el("span", "qe-note", marks).textContent = this._t("compare.of_full", { share: percent(system.share) });
         if (system.simulated) {
           const mark = el("span", "qe-badge qe-simulated", marks, { title: this._t("compare.simulated_hint") });
           mark.textContent = this._t("compare.simulated");
         }
-        el("span", "qe-note", side).textContent = this._t("compare.of_full", { share: percent(system.share) });
         const figures = el("span", "qe-note", side);
         const canvas = el("canvas", "", box, { role: "img" });
         this.lanes.push({ system, canvas, figures });

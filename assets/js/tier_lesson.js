@@ -11,6 +11,7 @@
   const drawLanes = board._drawLanes;
   const LANES = ["full", "quant", "evicted"];
   const GAP = 23; // px between the middles of two badges side by side
+  const WIDE = 40; // the same, where they say what was guessed
 
   const copy = (list) => (list ? list.slice() : null);
 
@@ -117,7 +118,7 @@
         const tier = move && p < 0.5 ? move.from : trace.board.at(this.row, mark.window);
         const x = axis.x(mark.window) + axis.width(mark.window) / 2;
         const { top, height } = this._barOf(tier);
-        before = Math.max(x, before + GAP * this.scale);
+        before = Math.max(x, before + (lesson.guesses.some(Boolean) ? WIDE : GAP) * this.scale);
         node.style.left = `${x}px`;
         node.style.top = `${top}px`;
         node.style.setProperty("--qe-bar-width", `${axis.width(mark.window) + 8}px`);

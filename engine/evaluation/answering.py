@@ -20,7 +20,7 @@ from engine.errors import BackendError, BudgetError, ConfigError, EngineError, P
 from engine.evaluation import scorers
 from engine.evaluation.forcing import FULL, System, _forward
 from engine.evaluation.sample import Sample
-from engine.generate import PREFILL_CHUNK, prompt_parts, eos_ids
+from engine.generate import PREFILL_CHUNK, eos_ids, prompt_parts
 from engine.models import LoadedModel
 
 
