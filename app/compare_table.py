@@ -144,7 +144,7 @@ def _match_button(outcome: Outcome, system: SystemResult, label: str, lang: str)
 def texts_html(outcome: Outcome, lang: str) -> str:
     """FullKV's text and each system's under it; what they share is quiet, the first difference is marked."""
     result = outcome.result
-    blocks = [f'<div class="qe-cmp-text"><b>FullKV</b><p dir="auto">{escape(result.text)}</p></div>']
+    blocks = [f'<div class="qe-cmp-text"><b>FullKV</b><p dir="auto" tabindex="0">{escape(result.text)}</p></div>']
     for system in result.systems:
         at = system.first_difference
         note = text(lang, "compare.same_text") if at is None else text(lang, "compare.text_from", n=at + 1)
@@ -155,7 +155,7 @@ def texts_html(outcome: Outcome, lang: str) -> str:
         blocks.append(
             f'<div class="qe-cmp-text"><b>{escape(system_label(system.name, lang))}</b>'
             f'<span class="qe-page-note">{escape(note)}</span>'
-            f'<p dir="auto"><span class="qe-cmp-shared">{escape(own[:shared])}</span>'
+            f'<p dir="auto" tabindex="0"><span class="qe-cmp-shared">{escape(own[:shared])}</span>'
             f'<span class="qe-cmp-own">{marked}</span></p></div>'
         )
     head = escape(text(lang, "compare.texts"))

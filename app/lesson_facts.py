@@ -19,7 +19,7 @@ from engine.trace import RoutingEvent, Tier
 from presets.lessons import Lesson
 
 MEASURED = ASSETS / "measured.json"
-MEASURED_RATIOS = ("decode_ratio_2048", "decode_ratio_8192", "attention_ratio_8192", "prefill_ratio_2048")
+MEASURED_RATIOS = ("decode_ratio_2048", "decode_ratio_6000", "attention_ratio_8192", "prefill_ratio_2048")
 """Ratios QEvict over FullKV of the same machine, same backend: above 1 is slower."""
 
 

@@ -19,7 +19,7 @@ from app.tier_view import TierView
 from presets.lessons import load_lessons
 from visuals.replay import lean_script
 
-SCRIPTS = ("js/lessons.js", "js/tier_lesson.js")
+SCRIPTS = ("js/lessons.js", "js/tier_lesson.js", "js/lessons_class.js")
 BOARD = "qe-lesson-board"
 RUN_FIELDS = {"new_tokens": 200, "temperature": 0.8, "seed": 1, "ignore_eos": True}
 """How the bundled runs were generated, by the form's fields."""

@@ -65,7 +65,7 @@
       this.width = width;
       this.axis = null;
       if (width < 200) return;
-      const gutter = Math.round(Math.min(250, Math.max(196, width * 0.15)) * Math.sqrt(scale));
+      const gutter = Math.round(Math.min(250, Math.max(220, width * 0.15)) * scale ** 0.9);
       host.style.setProperty("--qe-gutter", `${gutter}px`);
       const [z0, z1] = this.zoom || [0, this.total];
       this.axis = new Draw.Axis(gutter, width - 10, { sink_tokens: 0, window_size: data.window_size }, this.total, z0, z1);

@@ -80,7 +80,7 @@ def test_every_text_is_used() -> None:
         named = {*(step.table.rows if step.table else ()), *(step.question.choices if step.question else ())}
         keys |= {f"row.{name}" for name in named} | {f"{lesson.id}.row_{name}" for name in named}
         keys |= {f"column.{name}" for name in (step.table.columns if step.table else ())}
-    script = (ASSETS / "js" / "lessons.js").read_text("utf-8")
+    script = "".join((ASSETS / "js" / name).read_text("utf-8") for name in ("lessons.js", "lessons_class.js"))
     said = {f"ui.{word}" for word in re.findall(r'"([a-z_]+)"', script)}
     said |= {"ui.class_sent", "ui.class_not_sent"}
     known = {*keys, *said, "choice.less", "choice.same", "choice.more", "source.unmeasured"}

@@ -71,9 +71,7 @@ def _state(page: Any) -> str:
 
 
 def _at(page: Any, lesson: int, step: int) -> None:
-    page.wait_for_function(
-        f"qeLessons.at && qeLessons.at[0] === {lesson} && qeLessons.at[1] === {step}", timeout=15_000
-    )
+    page.wait_for_function(f"window.qeLessons && String(qeLessons.at) === '{lesson},{step}'", timeout=30_000)
 
 
 def _places() -> list[tuple[int, int]]:
