@@ -104,6 +104,7 @@ def _rows(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
             full_dtypes=_dtypes(arguments.full_dtype),
             batches=tuple(_numbers(arguments.batch)),
             rounds=arguments.rounds or 120,
+            backends=backends,
             clock=clock,
         )
         return

@@ -1,4 +1,4 @@
-"""The command line: qevict serve | run | presets | models | doctor | sessions | bench.
+"""The command line: one subcommand for each thing that a person does; `qevict --help` lists them.
 
 A wrong input gets one sentence on stderr and exit code 2, never a traceback. Imports torch, transformers and the web
 framework only in the command that needs them, so that help and wrong input answer at once.

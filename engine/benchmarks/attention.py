@@ -242,6 +242,7 @@ def sweep(
     full_dtypes: tuple[str, ...] = ("float32",),
     batches: tuple[int, ...] = (1,),
     rounds: int = 60,
+    backends: tuple[str, ...] = ("fused", "sdpa"),
     clock: Clock = time.perf_counter,
 ) -> Iterator[dict[str, Any]]:
     """All combinations, one row at a time."""
@@ -259,5 +260,6 @@ def sweep(
                                 full_dtype=full_dtype,
                                 batch=batch,
                                 rounds=rounds,
+                                backends=backends,
                                 clock=clock,
                             )
