@@ -58,7 +58,7 @@ def test_page_and_routes_answer_and_the_server_ends_cleanly(tmp_path: Path, argu
         assert httpx.get(f"{base}/qe/health", timeout=30).json()["status"] == "ok"
         assert httpx.get(f"{base}/qe/s/nobody/trace", timeout=30).status_code == 404
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(120)
     finally:
         if process.poll() is None:
             process.kill()
