@@ -37,10 +37,12 @@ def prefill(model: PreTrainedModel, ids: Tensor, cache: Any, chunk: int = CHUNK)
 
 
 def random_prompt(loaded: LoadedModel, batch: int, tokens: int) -> Tensor:
-    """Random token ids: speed does not depend on their meaning."""
+    """Random token ids without padding, whose zero keys old static caches do not count; meaning has no speed."""
     vocabulary = int(loaded.model.config.get_text_config(decoder=True).vocab_size)
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(5, vocabulary - 1, (batch, tokens), generator=generator).to(loaded.device)
+    ids = torch.randint(5, vocabulary - 1, (batch, tokens), generator=generator)
+    pad = loaded.tokenizer.pad_token_id
+    return (ids if pad is None else ids.masked_fill(ids == pad, 5)).to(loaded.device)
 
 
 @torch.inference_mode()
