@@ -166,3 +166,29 @@ def test_key_norm_needs_no_attention_and_no_ring() -> None:
     drive = Drive(QEvictConfig(**BASE, backend="sdpa", ranker="key_norm"), seed=1).run([30, *[1] * 9])
     assert drive.cache.scoring_bytes == 0
     assert not drive.cache._backend.scores_in_step
+
+
+@pytest.mark.parametrize(
+    ("changes", "want"),
+    [
+        ({"ranker": "cumulative"}, [1.0, 0.6, 0.4]),
+        ({"ranker": "decayed", "decay_half_life": 1.0}, [0.7, 0.5, 0.3]),
+        ({"ranker": "p_norm", "norm_p": 2.0}, [0.547723**2, 0.316228**2, 0.2**2]),
+    ],
+)
+def test_rankers_on_two_steps_and_three_windows_by_hand(changes: dict[str, Any], want: list[float]) -> None:
+    """Steps .4 .2 .1 .1 .1 .1 and .3 .1 .2 .2 .1 .1, windows of two tokens; a half-life of one step is γ = .5."""
+    ranker = Ranker(QEvictConfig(**changes))
+    probs = torch.tensor([[0.4, 0.2, 0.1, 0.1, 0.1, 0.1], [0.3, 0.1, 0.2, 0.2, 0.1, 0.1]])
+    masses = key_masses(
+        torch.eye(2)[None, None],
+        probs.log().T[None, None],
+        torch.zeros(1, 1, 2),
+        scale=1.0,
+        softcap=None,
+        visible=torch.ones(1, 1, 2, 6, dtype=torch.bool),
+        weights=ranker.query_weights(2, torch.device("cpu")),
+        power=ranker.power,
+    )
+    windows = group_mean(masses, 1).view(3, 2).sum(1)
+    torch.testing.assert_close(windows, torch.tensor(want), atol=1e-6, rtol=1e-5)
