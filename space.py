@@ -10,7 +10,8 @@ from app.settings import Settings
 def main() -> None:
     settings = Settings.from_env()
     set_up(settings.log_json)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a platform ends us so; runs are to be kept
+    for ending in (signal.SIGTERM, signal.SIGINT):  # a platform ends us so, or ignores the second; runs are to be kept
+        signal.signal(ending, signal.default_int_handler)
     prepare_gradio(settings)  # before Gradio is imported
     from app.api import include_routes
     from app.ui import build_ui

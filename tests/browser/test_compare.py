@@ -130,6 +130,7 @@ def test_four_systems_on_one_axis(open_tab: Callable[..., Any], artifacts: Path)
     page.click("button[data-match='kivi-2']")
     page.wait_for_selector("button[data-match='']", timeout=PATIENCE)
     assert "KIVI-2" in page.locator("#qe-cmp-status").inner_text()
+    page.wait_for_function(f"{VIEW}.data !== null", timeout=60_000)  # the board fetches the frames by itself
     shares = page.evaluate(f"{VIEW}.data.systems.map((system) => system.share)")
     assert 0.75 * shares[3] < shares[0] <= 1.02 * shares[3]
 
