@@ -51,8 +51,10 @@ Infos: TypeAlias = list[SessionInfo]
 
 
 def new_session_id() -> str:
-    """An id that can't be guessed: 128 random bits."""
-    return secrets.token_urlsafe(16)
+    """An id that can't be guessed: 128 random bits, and never a command's option: it begins with no dash."""
+    while (session := secrets.token_urlsafe(16)).startswith("-"):
+        pass
+    return session
 
 
 class Sessions:
