@@ -224,7 +224,9 @@ def _line(kind: str, row: dict[str, Any]) -> str:
     if kind == "attention":
         ratios = "  ".join(f"{name} {value:.2f}x" for name, value in row["ratio_to_stock_sdpa"].items())
         limit = row.get("share_of_read_limit")
-        tail = "" if limit is None else f"  read limit {limit:.0%}"
+        tail = (
+            "" if limit is None else f"; fused is {row['ratio_to_own_full']:.2f}x own_full, {limit:.0%} of read limit"
+        )
         return (
             f"{row['shape']} {row['context']} tokens, budget {row['kv_budget']:.0%} ({row['kv_dtype']}, "
             f"{row['full_tokens']} + {row['quant_tokens']} tokens resident) vs full {row['full_dtype']}: {ratios}{tail}"

@@ -74,6 +74,10 @@ class FusedBackend(SdpaBackend):
         out = out.view(query.shape)
         return (out if out.dtype == query.dtype else out.to(query.dtype)), (None if self.scores_in_step else lse)
 
+    def read(self, layer: int) -> int:
+        """Only reads what a decode step of a layer does, once `decode` has bound it: for benchmarks."""
+        return self._bound[layer].plan.read()
+
     def ingest(
         self,
         state: KVState,

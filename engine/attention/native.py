@@ -142,7 +142,11 @@ class DecodePlan:
         self._address = ctypes.addressof(self._plan)
         self._tables = (cos, sin)
         self._held: tuple[object, ...] = ()
+        self._query_items = shape.batch * shape.num_heads * shape.head_dim
+        self._key_items = shape.batch * shape.num_kv_heads * shape.head_dim
         self._masses: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+        self._scored: tuple[object, object] = (None, None)
+        self._scored_at = (0, 0)
 
     def bind(
         self,
@@ -197,6 +201,7 @@ class DecodePlan:
             plan.live_count = address(ledger.live_count, "live count", (rows,), torch.int32)
         self._masses = ((rows, slots), (rows, blocks * LANES))
         self._held = (keys, values, ids, count, first_column, ledger)
+        self._scored, self._scored_at = (None, None), (0, 0)
 
     def decode(
         self,
@@ -230,14 +235,14 @@ class DecodePlan:
         if not self._held:
             raise BackendError("DecodePlan.decode before bind: the plan has no pools yet")
         query = query.contiguous()
-        if query.numel() != shape.batch * shape.num_heads * shape.head_dim:
+        if query.numel() != self._query_items:
             raise BackendError(f"query has {tuple(query.shape)}; one token per batch row is expected")
         out = torch.empty(shape.batch, shape.num_heads, shape.head_dim)
         lse = torch.empty(shape.batch, shape.num_heads)
         k_at = v_at = slots_at = kv_dtype = 0
         if key is not None and value is not None:
             key, value = key.contiguous(), value.contiguous()
-            if key.numel() != shape.batch * shape.num_kv_heads * shape.head_dim or value.shape != key.shape:
+            if key.numel() != self._key_items or value.shape != key.shape:
                 raise BackendError(f"key has {tuple(key.shape)}; one token per batch row is expected")
             k_at, v_at, kv_dtype = key.data_ptr(), value.data_ptr(), dtype_code(key, "key")
             if value.dtype != key.dtype:
@@ -248,12 +253,9 @@ class DecodePlan:
                 raise BackendError(f"slot {slot} is outside the arena's {self._plan.arena_slots}")
             if not 0 <= offset < shape.window_size:
                 raise BackendError(f"offset {offset} is outside a block of {shape.window_size}")
-        arena_at = ledger_at = 0
-        if arena_mass is not None and ledger_mass is not None:
-            arena_at = address(arena_mass, "arena_mass", self._masses[0], torch.float32)
-            ledger_at = address(ledger_mass, "ledger_mass", self._masses[1], torch.float32)
-        elif arena_mass is not None or ledger_mass is not None:
-            raise BackendError("arena_mass and ledger_mass are asked for together")
+        if arena_mass is not self._scored[0] or ledger_mass is not self._scored[1]:
+            self._score_into(arena_mass, ledger_mass)
+        arena_at, ledger_at = self._scored_at
         code = self._library.qevict_decode(
             self._address, query.data_ptr(), dtype_code(query, "query"), k_at, v_at, kv_dtype, slots_at, slot, offset,
             seq_len, out.data_ptr(), lse.data_ptr(), arena_at, ledger_at,
@@ -265,6 +267,22 @@ class DecodePlan:
         if code:
             raise MemoryError("the CPU kernel found no memory for its workspace")
         return out, lse
+
+    def read(self) -> int:
+        """Only reads what `decode` would, with the same threads: the least time that a step can take. A sum of it."""
+        return int(self._library.qevict_read(self._address))
+
+    def _score_into(self, arena_mass: torch.Tensor | None, ledger_mass: torch.Tensor | None) -> None:
+        """Checks where masses are added, once for a pair: every step of a run adds to the same two tensors."""
+        if (arena_mass is None) != (ledger_mass is None):
+            raise BackendError("arena_mass and ledger_mass are asked for together")
+        at = (0, 0)
+        if arena_mass is not None and ledger_mass is not None:
+            at = (
+                address(arena_mass, "arena_mass", self._masses[0], torch.float32),
+                address(ledger_mass, "ledger_mass", self._masses[1], torch.float32),
+            )
+        self._scored, self._scored_at = (arena_mass, ledger_mass), at
 
 
 def full_decode(

@@ -18,7 +18,7 @@ from engine.errors import BackendError
 LANES = 16
 ISA_VARIABLE = "QEVICT_ISA"
 ISAS = ("portable", "avx2", "avx512")
-_ABI = 4
+_ABI = 5
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _INT = ctypes.c_int
 _PTR = ctypes.c_void_p
@@ -82,6 +82,8 @@ def _open() -> tuple[ctypes.CDLL | None, str | None]:
     library.qevict_decode.argtypes = [
         _PTR, _PTR, _INT, _PTR, _PTR, _INT, _PTR, _INT, _INT, _INT, _PTR, _PTR, _PTR, _PTR,
     ]  # fmt: skip
+    library.qevict_read.argtypes = [_PTR]
+    library.qevict_read.restype = ctypes.c_uint64
     library.qevict_full.argtypes = [
         _PTR, _INT, _PTR, _PTR, _INT, _INT, _INT, _INT, _INT, _INT, _FLOAT, _FLOAT, _PTR, _PTR,
     ]  # fmt: skip

@@ -1,9 +1,10 @@
 """`bench attention`: one decode step of one layer over tiers, against attention over the full cache.
 
-Random keys and values in pools that are filled as a run at that length and budget would fill them;
-several layers take turns, so that a step finds its pools in memory rather than in a cache. Rivals:
-torch's SDPA as transformers calls it, SDPA over the retained tokens only, and a full-cache kernel as
-well optimised as ours.
+Random keys and values in pools that are filled as a run at that length and budget would fill them.
+One turn of a case goes through all its layers, as one token of a model does, and all its rivals' pools
+pass through the processor's caches before its next turn: a step finds its pools in memory and its own
+instructions in a cache. Rivals: torch's SDPA as transformers calls it, SDPA over the retained tokens
+only, a full-cache kernel as well optimised as ours, and nothing but reading the same pools.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine.attention import AttentionBackend, make_backend, native, unavailable
+from engine.attention.fused import FusedBackend
 from engine.attention.state import KVState
 from engine.benchmarks.timing import Clock, Timing, interleave, paired_ratio
 from engine.budget import KVShape, make_plan
@@ -112,7 +114,7 @@ def filled_state(
 def resident_tokens(state: KVState) -> tuple[int, int]:
     """(full-precision, quantized) tokens that one row attends to."""
     window = state.config.window_size
-    return int((state.arena_bias[0] >= 0).sum()), int(state.pool.live_count[0]) * window
+    return int((state.arena(0)[2][0, 0] >= 0).sum()), int(state.pool.live_count[0]) * window
 
 
 def measure(
@@ -123,16 +125,25 @@ def measure(
     kv_dtype: str = "float16",
     full_dtype: str = "float32",
     batch: int = 1,
-    rounds: int = 60,
+    rounds: int = 240,
     backends: tuple[str, ...] = ("fused", "sdpa"),
     clock: Clock = time.perf_counter,
 ) -> dict[str, Any]:
-    """One row: times of all rivals and ratios against stock SDPA, with what was read and how fast."""
+    """One row: times of all rivals for one layer's step, and ratios against stock SDPA.
+
+    Args:
+        rounds: steps of each case, over all layers.
+
+    Returns:
+        Beside times (microseconds) and ratios: `ratio_to_own_full`, the full-cache kernel of our own over the fused
+        one; `share_of_read_limit`, the time of only reading the same pools over the fused step's;
+        `share_of_bandwidth`, the same against a plain read of a large array.
+    """
     store_dtype, whole_dtype = getattr(torch, kv_dtype), getattr(torch, full_dtype)
     full_bytes = 2 * batch * shape.num_kv_heads * context * shape.head_dim * whole_dtype.itemsize
     layers = int(max(2, min(16, POOL_TARGET_BYTES // full_bytes)))
     config = QEvictConfig(kv_budget=budget, kv_dtype=kv_dtype)
-    states = filled_state(shape, config, context, batch, layers * 2, store_dtype)
+    states = filled_state(shape, config, context, batch, layers, store_dtype)
     full_tokens, quant_tokens = resident_tokens(states)
     retained = full_tokens + quant_tokens
     size = (layers, batch, shape.num_kv_heads, context, shape.head_dim)
@@ -144,31 +155,38 @@ def measure(
     scale = shape.head_dim**-0.5
     new = torch.randn(batch, shape.num_kv_heads, 1, shape.head_dim)
 
-    def stock(number: int) -> Tensor:
-        at = number % layers
-        return F.scaled_dot_product_attention(whole_query, key[at], value[at], scale=scale, enable_gqa=True)
+    def stock(layer: int) -> Tensor:
+        return F.scaled_dot_product_attention(whole_query, key[layer], value[layer], scale=scale, enable_gqa=True)
 
-    def kept(number: int) -> Tensor:
-        at = number % layers
-        return F.scaled_dot_product_attention(whole_query, kept_key[at], kept_value[at], scale=scale, enable_gqa=True)
-
-    cases: dict[str, Callable[[int], object]] = {"stock_sdpa": stock, "sdpa_retained": kept}
-    if native.available():
-        cases["own_full"] = lambda number: native.full_decode(
-            whole_query[:, :, 0], key[number % layers], value[number % layers], scale=scale
+    def kept(layer: int) -> Tensor:
+        return F.scaled_dot_product_attention(
+            whole_query, kept_key[layer], kept_value[layer], scale=scale, enable_gqa=True
         )
+
+    def own(layer: int) -> Tensor:
+        return native.full_decode(whole_query[:, :, 0], key[layer], value[layer], scale=scale)[0]
+
+    steps: dict[str, Callable[[int], object]] = {"stock_sdpa": stock, "sdpa_retained": kept}
+    if native.available():
+        steps["own_full"] = own
     for name in backends:
         if unavailable(name, "cpu", shape.head_dim) is None:
-            cases[name] = _decode_case(name, states, config, query, new, scale)
+            backend = make_backend(name, "cpu", Ranker(config), shape.head_dim)
+            steps[name] = _decode_step(backend, states, query, new, scale)
+            if isinstance(backend, FusedBackend):
+                steps["pool_read"] = backend.read
     with torch.inference_mode():
-        times = interleave(cases, rounds=rounds, warmup=4, clock=clock)
+        turns = {name: _turn(step, layers) for name, step in steps.items()}
+        taken = interleave(turns, rounds=max(3, rounds // layers), warmup=2, clock=clock)
         bandwidth = read_bandwidth(clock=clock)
+    times = {name: timing.divided(layers) for name, timing in taken.items()}
+    base, read = times["stock_sdpa"], times.pop("pool_read", None)
     bytes_read = _bytes_read(states)
-    base = times["stock_sdpa"]
     row: dict[str, Any] = {
         "shape": shape.name,
         "context": context,
         "batch": batch,
+        "layers": layers,
         "kv_budget": budget,
         "kv_dtype": kv_dtype,
         "full_dtype": full_dtype,
@@ -182,21 +200,29 @@ def measure(
     }
     if "own_full" in times and "fused" in times:
         row["ratio_to_own_full"] = paired_ratio(times["own_full"], times["fused"])
-    if "fused" in times:
-        row["share_of_read_limit"] = bytes_read / bandwidth / times["fused"].median
+    if "fused" in times and read is not None:
+        row["pool_read_us"] = _micro(read)
+        row["share_of_read_limit"] = paired_ratio(read, times["fused"])
+        row["share_of_bandwidth"] = bytes_read / bandwidth / times["fused"].median
         row["isa"] = native.isa()
     return row
 
 
-def _decode_case(
-    name: str, state: KVState, config: QEvictConfig, query: Tensor, new: Tensor, scale: float
-) -> Callable[[int], object]:
-    backend: AttentionBackend = make_backend(name, "cpu", Ranker(config), query.shape[-1])
-    layers = state.shape.num_layers
+def _turn(step: Callable[[int], object], layers: int) -> Callable[[int], object]:
+    def turn(_: int) -> None:
+        for layer in range(layers):
+            step(layer)
+
+    return turn
+
+
+def _decode_step(
+    backend: AttentionBackend, state: KVState, query: Tensor, new: Tensor, scale: float
+) -> Callable[[int], Tensor]:
+    config, layers = state.config, state.shape.num_layers
     ring = QueryRing(layers, query.shape[0], query.shape[1], config.interval, query.shape[-1], query)
 
-    def step(number: int) -> Tensor:
-        layer = number % layers
+    def step(layer: int) -> Tensor:
         out, lse = backend.decode(state, layer, query, new, new, scale=scale, softcap=None)
         if lse is not None:
             ring.put(layer, query, lse)
@@ -241,7 +267,7 @@ def sweep(
     kv_dtypes: tuple[str, ...] = ("float16", "float32"),
     full_dtypes: tuple[str, ...] = ("float32",),
     batches: tuple[int, ...] = (1,),
-    rounds: int = 60,
+    rounds: int = 240,
     backends: tuple[str, ...] = ("fused", "sdpa"),
     clock: Clock = time.perf_counter,
 ) -> Iterator[dict[str, Any]]:

@@ -24,6 +24,10 @@ class Timing:
     least: float
     runs: int
 
+    def divided(self, parts: int) -> Timing:
+        """The time of one of `parts` equal pieces of work."""
+        return Timing(self.median / parts, self.lower / parts, self.upper / parts, self.least / parts, self.runs)
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

@@ -148,17 +148,22 @@ EXPORT int qevict_decode(const qe_plan *p, const void *query, int query_dtype, c
     const int64_t raw = c.want_mass ? rounded(heads * p->arena_slots) + heads * lanes : 0;
     const int64_t query_floats = rounded(heads * d);
     const int turned = p->rope_scale != 1.0f;
-    float *memory = qe_scratch(1, query_floats * (1 + turned) + kv * chunks * c.partial_floats + raw);
+    const int64_t turned_floats = ledger_most ? heads * p->rotary_dim * p->window : 0;
+    float *memory = qe_scratch(1, query_floats * (1 + turned) + turned_floats + kv * chunks * c.partial_floats + raw);
     if (!memory) return 1;
     if (key) append(p, key, value, kv_dtype, slots, slot, offset);
     unit->to_float(query, query_dtype, memory, heads * d, p->scale);
     c.query = c.ledger_query = memory;
-    c.partial = memory + query_floats * (1 + turned);
+    c.turned_query = memory + query_floats * (1 + turned);
+    c.partial = c.turned_query + turned_floats;
     if (turned) {
         float *copy = memory + query_floats;
         for (int64_t i = 0; i < heads * d; i++) copy[i] = memory[i] * (i % d < p->rotary_dim ? p->rope_scale : 1.0f);
         c.ledger_query = copy;
     }
+    if (ledger_most)
+        for (int64_t i = 0; i < kv; i++)
+            unit->turn_back(p, c.ledger_query + i * c.group * d, c.group, c.turned_query + i * c.group * p->rotary_dim * p->window);
     c.arena_raw = c.partial + kv * chunks * c.partial_floats;
     c.ledger_raw = c.arena_raw + rounded(heads * p->arena_slots);
     if (qe_run(decode_body, &c, (int64_t)c.rows * chunks, unit->task_floats(&c), worth(bytes))) return 1;
@@ -170,6 +175,52 @@ EXPORT int qevict_decode(const qe_plan *p, const void *query, int query_dtype, c
             unit->mass(&c, row, lse + (int64_t)row * c.heads_per_row * c.group, arena_mass + (int64_t)row * p->arena_slots,
                        ledger_mass + row * lanes);
     return 0;
+}
+
+static uint64_t sum_words(const void *from, int64_t bytes) {
+    uint64_t total = 0;
+    const char *at = from;
+    for (int64_t i = 0; i + 8 <= bytes; i += 8) {
+        uint64_t word;
+        memcpy(&word, at + i, 8);
+        total += word;
+    }
+    return total;
+}
+
+typedef struct {
+    const qe_plan *plan;
+    uint64_t total;
+} reading;
+
+/* A task is a decision row and one of its KV heads: everything that a step reads of it. */
+static void read_body(void *context, int64_t task, int64_t next, float *scratch) {
+    (void)next, (void)scratch;
+    reading *r = context;
+    const qe_plan *p = r->plan;
+    const int64_t heads = p->kv_heads / p->rows_per_batch, row = task / heads, blocks = p->ledger_blocks;
+    const int64_t slot = (int64_t)p->window * p->head_dim * (p->arena_dtype == QE_F32 ? 4 : 2);
+    const int64_t arena = p->arena_count[row] * slot, first = task * p->arena_slots * slot;
+    uint64_t total = sum_words((const char *)p->arena_k + first, arena) + sum_words((const char *)p->arena_v + first, arena);
+    const int64_t live = p->live_count ? (p->live_count[row] + QE_LANES - 1) / QE_LANES : 0;
+    const int64_t codes = (int64_t)p->head_dim * p->window * p->bits / 8 * QE_LANES, scales = (int64_t)p->head_dim * QE_LANES * 2;
+    const int64_t pairs = (int64_t)p->value_groups * p->window * QE_LANES * 2;
+    if (live) {
+        const void *pools[] = {p->k_codes, p->v_codes, p->k_scale, p->k_zero, p->v_scale, p->v_zero};
+        const int64_t sizes[] = {codes, codes, scales, scales, pairs, pairs};
+        for (int i = 0; i < 6; i++) total += sum_words((const char *)pools[i] + task * blocks * sizes[i], live * sizes[i]);
+    }
+    __atomic_fetch_add(&r->total, total, __ATOMIC_RELAXED);
+}
+
+/* Reads once, and only reads, what a decode step would: the least that any kernel needs. Returns a sum of it all. */
+EXPORT uint64_t qevict_read(const qe_plan *p) {
+    reading r = {p, 0};
+    int64_t bytes = 0;
+    for (int row = 0; row < p->batch * p->rows_per_batch; row++)
+        bytes += (int64_t)p->arena_count[row] * p->window * p->head_dim * 4 * (p->kv_heads / p->rows_per_batch);
+    qe_run(read_body, &r, (int64_t)p->batch * p->kv_heads, 1, worth(bytes));
+    return r.total;
 }
 
 /* Attention of one query over a whole contiguous cache [batch, kv_heads, keys, d]. */

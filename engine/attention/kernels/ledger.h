@@ -1,8 +1,14 @@
 /* One task of the code pool: a few 16-window blocks of one decision row, all its KV heads.
  *
- * Keys, lane = window: the query is turned back by each window's base position (once per block), the keys
- * forward by their offset in the window, so pre-RoPE keys give exact logits. Values, lane = channel.
- * Scores of the task are kept, so one softmax without rescaling serves it; tasks are merged afterwards.
+ * Keys, lane = window. A pre-RoPE key of offset j in a window is turned by base + j; rotations commute, so the
+ * query is turned back by the offset (once per call, for all windows) and the key forward by the base. The base
+ * folds into the window's scales and zeros, six factors for a pair of channels that serve all tokens and heads:
+ *
+ *   first  = cos sa * xa - sin sb * xb + (cos za - sin zb)
+ *   second = sin sa * xa + cos sb * xb + (sin za + cos zb)      x: code, s: scale, z: zero
+ *
+ * so a turned key costs four operations and the logits are exact. Values, lane = channel. Scores of the task are
+ * kept, so one softmax without rescaling serves it; tasks are merged afterwards.
  */
 
 #define TOKENS_AT_ONCE(bits) ((bits) == 2 && W != 8 && HALVES != 4 ? 4 : 2)
@@ -10,6 +16,28 @@
 typedef struct {
     int64_t codes, scale, value, value_scale; /* bytes from this unit's data to the next unit's */
 } distance;
+
+/* to[c * stride + i] = line[i][c]. */
+static void transpose(const float *const *line, int lines, int columns, float *to, int stride) {
+    int i = 0;
+#if defined(__SSE2__)
+    for (; i + 4 <= lines; i += 4) {
+        int c = 0;
+        for (; c + 4 <= columns; c += 4) {
+            __m128 a = _mm_loadu_ps(line[i] + c), b = _mm_loadu_ps(line[i + 1] + c);
+            __m128 e = _mm_loadu_ps(line[i + 2] + c), f = _mm_loadu_ps(line[i + 3] + c);
+            _MM_TRANSPOSE4_PS(a, b, e, f);
+            float *cell = to + (int64_t)c * stride + i;
+            _mm_storeu_ps(cell, a), _mm_storeu_ps(cell + stride, b);
+            _mm_storeu_ps(cell + 2 * stride, e), _mm_storeu_ps(cell + 3 * stride, f);
+        }
+        for (; c < columns; c++)
+            for (int k = i; k < i + 4; k++) to[(int64_t)c * stride + k] = line[k][c];
+    }
+#endif
+    for (; i < lines; i++)
+        for (int c = 0; c < columns; c++) to[(int64_t)c * stride + i] = line[i][c];
+}
 
 /* cos and sin of the base position of 16 windows, [2][r2][16]; the sine of a negative position is flipped. */
 static void base_rotation(const qe_plan *p, const int32_t *base, int lanes, float *out) {
@@ -22,46 +50,58 @@ static void base_rotation(const qe_plan *p, const int32_t *base, int lanes, floa
             line[i] = source + (int64_t)(at < 0 ? -at : at) * r2;
         }
         float *to = out + (int64_t)table * r2 * QE_LANES;
-        int c = 0;
-#if defined(__SSE2__)
-        for (; c + 4 <= r2; c += 4)
-            for (int i = 0; i < QE_LANES; i += 4) {
-                __m128 a = _mm_loadu_ps(line[i] + c), b = _mm_loadu_ps(line[i + 1] + c);
-                __m128 e = _mm_loadu_ps(line[i + 2] + c), f = _mm_loadu_ps(line[i + 3] + c);
-                _MM_TRANSPOSE4_PS(a, b, e, f);
-                float *cell = to + c * QE_LANES + i;
-                _mm_storeu_ps(cell, a), _mm_storeu_ps(cell + QE_LANES, b);
-                _mm_storeu_ps(cell + 2 * QE_LANES, e), _mm_storeu_ps(cell + 3 * QE_LANES, f);
-            }
-#endif
-        for (; c < r2; c++)
-            for (int i = 0; i < QE_LANES; i++) to[c * QE_LANES + i] = line[i][c];
+        transpose(line, QE_LANES, r2, to, QE_LANES);
         if (table)
             for (int i = 0; i < lanes; i++)
                 if (base[i] < 0)
-                    for (c = 0; c < r2; c++) to[c * QE_LANES + i] = -to[c * QE_LANES + i];
+                    for (int c = 0; c < r2; c++) to[c * QE_LANES + i] = -to[c * QE_LANES + i];
     }
 }
 
-/* Queries turned back by the base: [r2][hg][2][16]. */
-INLINE void turn_query(const float *q, int d, const float *cs, int r2, float *out, const int hg) {
-    for (int c = 0; c < r2; c++)
-        UNROLL for (int h = 0; h < hg; h++) {
-            vf a = bc(q[(int64_t)h * d + c]), b = bc(q[(int64_t)h * d + c + r2]);
-            float *to = out + (int64_t)(c * hg + h) * 2 * QE_LANES;
-            UNROLL for (int v = 0; v < HALVES; v++) {
-                vf cosine = ld(cs + c * QE_LANES + v * W), sine = ld(cs + (r2 + c) * QE_LANES + v * W);
-                st(to + v * W, fma_(a, cosine, b * sine));
-                st(to + QE_LANES + v * W, fnma_(a, sine, b * cosine));
+/* A KV head's queries turned back by every offset in a window: heads in fours, each [r2][window][heads][2]. */
+static void turn_back(const qe_plan *p, const float *q, int g, float *out) {
+    const int d = p->head_dim, r2 = p->rotary_dim / 2, window = p->window;
+    float turned[2 * QE_HEADS * 512];
+    const float *line[2 * QE_HEADS];
+    for (int h0 = 0; h0 < g; h0 += QE_HEADS) {
+        const int hg = g - h0 < QE_HEADS ? g - h0 : QE_HEADS;
+        float *to = out + (int64_t)h0 * window * 2 * r2;
+        for (int j = 0; j < window; j++) {
+            const float *cosine = p->cos + (int64_t)j * r2, *sine = p->sin + (int64_t)j * r2;
+            for (int h = 0; h < hg; h++) {
+                const float *a = q + (int64_t)(h0 + h) * d, *b = a + r2;
+                float *first = turned + (int64_t)2 * h * r2, *second = first + r2;
+                line[2 * h] = first, line[2 * h + 1] = second;
+                for (int c = 0; c < r2; c++) {
+                    first[c] = a[c] * cosine[c] + b[c] * sine[c];
+                    second[c] = b[c] * cosine[c] - a[c] * sine[c];
+                }
             }
+            transpose(line, 2 * hg, r2, to + (int64_t)j * hg * 2, window * hg * 2);
         }
+    }
+}
+
+/* The six factors of one block and KV head, [r2][6][16]. */
+static void fold_base(int r2, const float *cs, const uint16_t *scale, const uint16_t *zero, float *out) {
+    for (int c = 0; c < r2; c++, out += 6 * QE_LANES) {
+        UNROLL for (int v = 0; v < QE_LANES; v += W) {
+            const int a = c * QE_LANES + v, b = a + r2 * QE_LANES;
+            vf cosine = ld(cs + a), sine = ld(cs + b);
+            vf sa = ld_f16(scale + a), sb = ld_f16(scale + b), za = ld_f16(zero + a), zb = ld_f16(zero + b);
+            st(out + v, cosine * sa), st(out + QE_LANES + v, sine * sb);
+            st(out + 2 * QE_LANES + v, fnma_(sine, zb, cosine * za));
+            st(out + 3 * QE_LANES + v, sine * sa), st(out + 4 * QE_LANES + v, cosine * sb);
+            st(out + 5 * QE_LANES + v, fma_(sine, za, cosine * zb));
+        }
+    }
 }
 
 /* Scores of one block: s[h][j][16] for all tokens j; heads are `head_floats` apart. */
-INLINE void block_scores(const qe_plan *p, const float *q, const float *turned, const uint8_t *codes,
-                         const uint16_t *scale, const uint16_t *zero, distance next, float *s,
-                         int64_t head_floats, const int hg, const int bits) {
-    const int d = p->head_dim, r2 = p->rotary_dim / 2, planes = p->window * bits / 8;
+INLINE void block_scores(const qe_plan *p, const float *q, const float *turned, const float *factor, const uint8_t *codes,
+                         const uint16_t *scale, const uint16_t *zero, distance next, float *s, int64_t head_floats,
+                         const int hg, const int bits) {
+    const int d = p->head_dim, r2 = p->rotary_dim / 2, window = p->window, planes = window * bits / 8;
     const int per_byte = 8 / bits, many = TOKENS_AT_ONCE(bits);
     const char *ahead_scale = (const char *)scale + next.scale, *ahead_zero = (const char *)zero + next.scale;
     const char *ahead_codes = (const char *)codes + next.codes;
@@ -70,28 +110,26 @@ INLINE void block_scores(const qe_plan *p, const float *q, const float *turned, 
             for (int first = 0; first < per_byte; first += many) {
                 vf acc[QE_HEADS][4];
                 const int j0 = plane * per_byte + first;
-                const float *cj = p->cos + (int64_t)j0 * r2, *sj = p->sin + (int64_t)j0 * r2;
                 UNROLL for (int h = 0; h < hg; h++) UNROLL for (int t = 0; t < many; t++) acc[h][t] = bc(0);
                 for (int c = 0; c < r2; c++) {
-                    if (v == 0 && first == 0) {
+                    const uint8_t *first_codes = codes + ((int64_t)c * planes + plane) * QE_LANES + v * W;
+                    const uint8_t *second_codes = first_codes + (int64_t)r2 * planes * QE_LANES;
+                    if (v == 0 && first == 0) { /* the next unit's data, spread over this one's work */
                         if (plane == 0) PREFETCH(ahead_scale + c * 64);
                         if (plane == (planes > 1)) PREFETCH(ahead_zero + c * 64);
                         if (c % 2 == 0) PREFETCH(ahead_codes + (int64_t)(plane * r2 + c) * 32);
                     }
-                    const int64_t ia = (int64_t)c * QE_LANES + v * W, ib = ia + (int64_t)r2 * QE_LANES;
-                    vi xa = ld_codes(codes + ((int64_t)c * planes + plane) * QE_LANES + v * W);
-                    vi xb = ld_codes(codes + ((int64_t)(c + r2) * planes + plane) * QE_LANES + v * W);
-                    vf sa = ld_f16(scale + ia), sb = ld_f16(scale + ib);
-                    vf za = ld_f16(zero + ia), zb = ld_f16(zero + ib);
+                    vi xa = ld_codes(first_codes), xb = ld_codes(second_codes);
                     if (first) xa = xa >> 4, xb = xb >> 4;
-                    const float *turn = turned + (int64_t)c * hg * 2 * QE_LANES + v * W;
+                    const float *f = factor + (int64_t)c * 6 * QE_LANES + v * W;
+                    const float *back = turned + ((int64_t)c * window + j0) * hg * 2;
                     UNROLL for (int t = 0; t < many; t++) {
-                        vf ka = fma_(sa, code(xa, t, bits), za), kb = fma_(sb, code(xb, t, bits), zb);
-                        vf cosine = bc(cj[t * r2 + c]), sine = bc(sj[t * r2 + c]);
-                        vf ra = fnma_(kb, sine, ka * cosine), rb = fma_(ka, sine, kb * cosine);
+                        vf ya = code(xa, t, bits), yb = code(xb, t, bits);
+                        vf ka = fma_(ld(f), ya, fnma_(ld(f + QE_LANES), yb, ld(f + 2 * QE_LANES)));
+                        vf kb = fma_(ld(f + 3 * QE_LANES), ya, fma_(ld(f + 4 * QE_LANES), yb, ld(f + 5 * QE_LANES)));
                         UNROLL for (int h = 0; h < hg; h++) {
-                            acc[h][t] = fma_(ld(turn + h * 2 * QE_LANES), ra, acc[h][t]);
-                            acc[h][t] = fma_(ld(turn + h * 2 * QE_LANES + QE_LANES), rb, acc[h][t]);
+                            acc[h][t] = fma_(bc(back[(t * hg + h) * 2]), ka, acc[h][t]);
+                            acc[h][t] = fma_(bc(back[(t * hg + h) * 2 + 1]), kb, acc[h][t]);
                         }
                     }
                 }
@@ -142,18 +180,11 @@ INLINE void block_values(const uint8_t *codes, int d, int planes, int64_t ahead,
     default: CALL(4);       \
     }
 
-static __attribute__((noinline)) void turn_any(const float *q, int d, const float *cs, int r2,
-                                               float *out, int hg) {
-#define CALL(n) turn_query(q, d, cs, r2, out, n)
-    PER_HEADS(hg, CALL)
-#undef CALL
-}
-
-static __attribute__((noinline)) void scores_any(const qe_plan *p, const float *q, const float *turned,
+static __attribute__((noinline)) void scores_any(const qe_plan *p, const float *q, const float *turned, const float *factor,
                                                  const uint8_t *codes, const uint16_t *scale, const uint16_t *zero,
                                                  distance next, float *s, int64_t head_floats, int hg) {
-#define CALL2(n) block_scores(p, q, turned, codes, scale, zero, next, s, head_floats, n, 2)
-#define CALL4(n) block_scores(p, q, turned, codes, scale, zero, next, s, head_floats, n, 4)
+#define CALL2(n) block_scores(p, q, turned, factor, codes, scale, zero, next, s, head_floats, n, 2)
+#define CALL4(n) block_scores(p, q, turned, factor, codes, scale, zero, next, s, head_floats, n, 4)
     if (p->bits == 2) { PER_HEADS(hg, CALL2) } else { PER_HEADS(hg, CALL4) }
 #undef CALL2
 #undef CALL4
@@ -207,22 +238,22 @@ static void mask_block(float *s, int window, int lanes, const int32_t *base) {
 }
 
 typedef struct {
-    float *rotation, *turned, *score, *weight;
+    float *rotation, *factor, *score, *weight;
 } ledger_scratch;
 
 static int64_t ledger_floats(const qe_call *c, ledger_scratch *out, float *scratch) {
     const qe_plan *p = c->plan;
     int64_t tokens = (int64_t)c->ledger_chunk * QE_LANES * p->window;
     int64_t rotation = (int64_t)c->ledger_chunk * p->rotary_dim * QE_LANES;
-    int64_t turned = (int64_t)QE_HEADS * p->head_dim * QE_LANES;
+    int64_t factor = (int64_t)3 * p->rotary_dim * QE_LANES;
     int64_t score = QE_HEADS * tokens;
     if (out) {
         out->rotation = scratch;
-        out->turned = out->rotation + rotation;
-        out->score = out->turned + turned;
+        out->factor = out->rotation + rotation;
+        out->score = out->factor + factor;
         out->weight = p->value_groups > 1 ? out->score + score : out->score;
     }
-    return rotation + turned + score * (p->value_groups > 1 ? 2 : 1);
+    return rotation + factor + score * (p->value_groups > 1 ? 2 : 1);
 }
 
 static void ledger_task(const qe_call *c, int row, int chunk, int next_row, int next_chunk, float *scratch) {
@@ -261,11 +292,13 @@ static void ledger_task(const qe_call *c, int row, int chunk, int next_row, int 
             const int hg = g - h0 < QE_HEADS ? g - h0 : QE_HEADS;
             const int64_t head = ((int64_t)row * heads + hd) * g + h0; /* rows follow each other: also the query head */
             const float *q = c->ledger_query + head * d;
+            const float *turned = c->turned_query + head * window * 2 * r2;
             for (int b = 0; b < blocks; b++) {
                 const int64_t block = unit + b;
                 const int lanes = live - b * QE_LANES < QE_LANES ? live - b * QE_LANES : QE_LANES;
-                turn_any(q, d, at.rotation + (int64_t)b * 2 * r2 * QE_LANES, r2, at.turned, hg);
-                scores_any(p, q, at.turned, p->k_codes + block * code_bytes, p->k_scale + block * scale_items,
+                fold_base(r2, at.rotation + (int64_t)b * 2 * r2 * QE_LANES, p->k_scale + block * scale_items,
+                          p->k_zero + block * scale_items, at.factor);
+                scores_any(p, q, turned, at.factor, p->k_codes + block * code_bytes, p->k_scale + block * scale_items,
                            p->k_zero + block * scale_items, next, at.score + b * block_tokens, tokens, hg);
                 if (lanes < QE_LANES || before)
                     for (int h = 0; h < hg; h++)

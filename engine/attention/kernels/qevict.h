@@ -19,7 +19,7 @@
 
 #include <stdint.h>
 
-#define QE_ABI 4
+#define QE_ABI 5
 #define QE_LANES 16
 #define QE_HEADS 4 /* query heads that one pass over the data serves */
 
@@ -75,6 +75,7 @@ typedef struct {
     int64_t partial_floats;              /* floats of one partial: g*d + 2g, rounded up */
     const float *query;                  /* [batch, q_heads, d] fp32, times the softmax scale */
     const float *ledger_query;           /* the same with rope_scale on the rotated channels */
+    float *turned_query;                 /* the same turned back by each offset in a window, see ledger.h */
     float *partial;                      /* [rows*Hd, chunks, partial_floats] */
     float *arena_raw, *ledger_raw;       /* [rows*Hd*g, slots], [rows*Hd*g, NB*16] */
 } qe_call;
@@ -91,6 +92,7 @@ typedef struct {
 typedef struct {
     const char *name;
     int64_t (*task_floats)(const qe_call *);
+    void (*turn_back)(const qe_plan *, const float *query, int group, float *out);
     void (*decode_task)(const qe_call *, int64_t task, int64_t next, float *scratch);
     int64_t (*full_floats)(const qe_full *);
     void (*full_task)(const qe_full *, int64_t task, int64_t next, float *scratch);

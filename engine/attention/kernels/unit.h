@@ -124,5 +124,5 @@ static void mass(const qe_call *c, int row, const float *lse, float *arena_mass,
     }
 }
 
-const qe_unit UNIT = {UNIT_NAME, task_floats, decode_task, full_floats, full_task, columns_plan,
+const qe_unit UNIT = {UNIT_NAME, task_floats, turn_back, decode_task, full_floats, full_task, columns_plan,
                       columns_pack, columns_task, prefill_plan, prefill_task, to_float, from_float, merge, mass};
