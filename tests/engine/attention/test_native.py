@@ -304,6 +304,7 @@ def test_threads_and_batches_change_nothing(isa: str) -> None:
     one, lse = pools.plan.decode(pools.query, pools.seq_len)
     try:
         native.set_threads(3)
+        native.share_torch_threads(False)
         for turn in range(20):
             if turn == 15:
                 native.share_torch_threads(True)
