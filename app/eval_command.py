@@ -1,4 +1,4 @@
-"""`qevict eval` and `qevict report`: quality and fidelity with intervals, from the command line.
+"""`qevict eval`: quality and fidelity with intervals, from the command line.
 
 Parses, builds a suite, runs it with a resumable store, prints tables or one JSON object, and writes the report.
 Measures nothing itself.
@@ -7,14 +7,15 @@ Measures nothing itself.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from app.bench_command import machine
 from app.eval_lines import lines
+from app.eval_plan import Bar, plan, plan_lines
 from engine.errors import ConfigError, PromptError
 
 KINDS = ("quick", "full", "directions", "ablation", "task")
@@ -52,14 +53,16 @@ def add(commands: Any) -> None:
     parser.add_argument("--kv-dtype", default="float16", help="what all systems store full-precision tokens in")
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--ray",
+        metavar="auto|ADDRESS",
+        help="run the cells on a Ray cluster (extra `cluster`): auto takes one that runs, or starts one here; "
+        "--threads is then of each part. This process alone writes the file",
+    )
+    parser.add_argument("--plan", action="store_true", help="say what would run and for how long, and run nothing")
     parser.add_argument("--json", action="store_true", help="one JSON object with all tables")
     parser.add_argument("--report", metavar="FILE.html", help="also write the report")
     parser.set_defaults(command=run)
-    report = commands.add_parser("report", help="one standalone HTML page from finished evaluations")
-    report.add_argument("--store", metavar="FILE.jsonl", action="append", help="default: all in the data folder")
-    report.add_argument("--diagnosis", metavar="FILE.json", help="from qevict diagnose --json")
-    report.add_argument("--output", metavar="FILE.html", default="qevict-report.html")
-    report.set_defaults(command=run_report)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -76,12 +79,16 @@ def run(arguments: argparse.Namespace) -> int:
     store = Store(_store_path(arguments))
     loaded = load_model(arguments.model, device=arguments.device, weights=arguments.weights)
     suite = _suite(arguments, loaded, texts)
+    if arguments.plan:
+        found = plan(loaded, suite, store)
+        print(json.dumps(found, ensure_ascii=False) if arguments.json else "\n".join(plan_lines(found)))
+        return 0
     minutes = QUICK_MINUTES if arguments.minutes is None and arguments.kind == "quick" else arguments.minutes
-    bar = _Bar()
-    try:
-        result = run_sweep(loaded, suite, store, seconds=minutes * 60 if minutes else None, progress=bar.show)
-    finally:
-        bar.close()
+    with contextlib.ExitStack() as stack:
+        runner = _ray(arguments, loaded, suite, stack) if arguments.ray else None
+        bar = stack.enter_context(contextlib.closing(Bar()))
+        seconds = minutes * 60 if minutes else None
+        result = run_sweep(loaded, suite, store, seconds=seconds, progress=bar.show, runner=runner)
     left_out = list(suite.left_out)
     if result.missing:
         left_out.insert(0, f"{result.missing} cells that the time did not reach: run the same command again to go on")
@@ -105,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.report:
         from app.eval_page import page
 
-        _write(Path(arguments.report), page(answer, None))
+        write_page(Path(arguments.report), page(answer, None))
     if arguments.json:
         print(json.dumps(answer, ensure_ascii=False))
     else:
@@ -114,70 +121,33 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _ray(arguments: argparse.Namespace, loaded: Any, suite: Any, stack: contextlib.ExitStack) -> Any:
+    """What runs the parts on Ray, connected until `stack` ends."""
+    from engine.evaluation.cluster import ModelSource, connected, ray_runner
+
+    ray = stack.enter_context(connected(arguments.ray))
+    source = ModelSource(arguments.model, arguments.device, arguments.weights)
+    return ray_runner(ray, source, suite, threads=arguments.threads, gpu=loaded.device.startswith("cuda"))
+
+
 def tables_of(rows: Sequence[Mapping[str, Any]], what: str | None) -> dict[str, Any]:
     """All tables that the rows allow."""
     from engine.evaluation import tables
+    from engine.evaluation.pairings import matched_differences
 
     scores = tables.score_table(rows)
     return {
         "scores": scores,
         "answers": tables.answer_table(rows),
         "pareto": tables.pareto_points(scores),
+        "pareto_error": tables.pareto_points(scores, figure="output_error"),
         "rivals": tables.rival_differences(rows),
+        "quantizers": matched_differences(rows),
         "directions": tables.direction_table(rows),
         "policies": tables.policy_table(rows),
         "promotion": tables.promotion_table(rows),
         "ablation": tables.ablation_table(rows, what) if what else [],
     }
-
-
-def run_report(arguments: argparse.Namespace) -> int:
-    """Writes the page from what the stores hold."""
-    from app.settings import Settings
-    from engine.evaluation.store import Store
-
-    folder = Settings.from_env().data_dir / "evaluations"
-    paths = [Path(name) for name in arguments.store or []] or sorted(folder.glob("*.jsonl"))
-    missing = [path for path in paths if not path.is_file()]
-    if missing:
-        raise ConfigError(f"there is no file {missing[0]}: run qevict eval first.")
-    diagnosis = None
-    if arguments.diagnosis:
-        try:
-            diagnosis = json.loads(Path(arguments.diagnosis).read_text("utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot read {arguments.diagnosis} as JSON ({error}).") from error
-    if not paths and diagnosis is None:
-        raise ConfigError(f"there is nothing in {folder} yet: run qevict eval quick first.")
-    rows = [row for path in paths for row in Store(path)]
-    models = sorted({f"{row['model']} ({row['fingerprint']}, weights {row['weights']})" for row in rows})
-    if len({row["fingerprint"] for row in rows}) > 1:
-        raise ConfigError(f"these results come from several models ({', '.join(models)}): name one --store each time.")
-    answer = {
-        "suite": ", ".join(path.stem for path in paths) or "diagnosis",
-        "model": models[0] if models else "",
-        "machine": machine(),
-        "left_out": [],
-        **tables_of(rows, None),
-    }
-    for what in sorted({path.stem.removeprefix("ablation-") for path in paths if path.stem.startswith("ablation-")}):
-        answer["ablation"] = [*answer["ablation"], *_ablation_of(paths, what)]
-    from app.eval_page import page
-
-    _write(Path(arguments.output), page(answer, diagnosis))
-    print(arguments.output)
-    return 0
-
-
-def _ablation_of(paths: Sequence[Path], what: str) -> list[dict[str, Any]]:
-    from engine.evaluation.store import Store
-    from engine.evaluation.suites import ABLATIONS
-    from engine.evaluation.tables import ablation_table
-
-    if what not in ABLATIONS:
-        return []
-    rows = [row for path in paths if path.stem == f"ablation-{what}" for row in Store(path)]
-    return ablation_table(rows, what)
 
 
 # ---- what to measure ----------------------------------------------------------------------------------------
@@ -260,35 +230,12 @@ def systems_of(text: str | None, share: float) -> list[Any]:
     return out
 
 
-# ---- what to show -----------------------------------------------------------------------------------------
+def write_page(path: Path, page: str) -> None:
+    """Writes a page.
 
-
-class _Bar:
-    """A progress bar on stderr with the time left; none where stderr is no terminal."""
-
-    def __init__(self) -> None:
-        from tqdm import tqdm
-
-        self._bar = tqdm(
-            total=1,
-            file=sys.stderr,
-            leave=False,
-            disable=None,
-            bar_format="{l_bar}{bar}| {n_fmt}/{total_fmt} {postfix}",
-        )
-
-    def show(self, state: Any) -> None:
-        """Moves the bar."""
-        self._bar.total = max(1, state.total)
-        self._bar.n = state.done
-        left = "" if state.left is None else f"about {state.left / 60:.1f} min left"
-        self._bar.set_postfix_str(f"{state.now}  {left}".strip())
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _write(path: Path, page: str) -> None:
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     try:
         path.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -27,7 +27,10 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
             last = head
             note = f"  [{row['note']}]" if row["note"] else ""
             out += ["", heading(*head) + note]
-            out.append(f"  {'system':<34}{'bytes':>7}{'n':>4}  {'score':<22}{'NLL':<22}{'KL to FullKV':<24}agreement")
+            out.append(
+                f"  {'system':<34}{'bytes':>7}{'n':>4}  {'score':<22}{'NLL':<22}{'KL to FullKV':<24}"
+                f"{'output error':<22}agreement"
+            )
         if not row["n"]:
             least = row["smallest_share"]
             why = row["infeasible"] if least is None else f"infeasible; the smallest share is {least:.1%}"
@@ -35,7 +38,8 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
             continue
         out.append(
             f"  {row['label']:<34}{row['share']:>7.1%}{row['n']:>4}  {_interval(row['score']):<22}"
-            f"{_interval(row['nll']):<22}{_interval(row['kl']):<24}{_interval(row['agreement'])}"
+            f"{_interval(row['nll']):<22}{_interval(row['kl']):<24}"
+            f"{_interval(row.get('output_error')):<22}{_interval(row['agreement'])}"
         )
     for row in answer["answers"]:
         head = (row["task"], row["length"], row["question"])
@@ -53,14 +57,17 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
             f"{row['truncated']}, {row['degenerate']}"
         )
     if answer["rivals"]:
-        out += ["", "QEvict less each evicting rival at the same bytes, paired (score: higher is better, KL: lower)"]
+        out += [
+            "",
+            "QEvict less each evicting rival at the same bytes, paired (score: higher is better; KL, error: lower)",
+        ]
         for row in answer["rivals"]:
-            score = _interval(row["score_difference"]) if row["score_difference"] else "-"
-            kl = _interval(row["kl_difference"]) if row["kl_difference"] else "-"
-            out.append(
-                f"  {row['kv_budget']:.0%} {row['rival']:<20}score {score:<26}{row['verdict_score'] or '':<14}"
-                f"KL {kl:<26}{row['verdict_kl'] or ''}"
-            )
+            out.append(f"  {row['kv_budget']:.0%} {row['rival']:<20}{_three(row)}")
+    if answer["quantizers"]:
+        out += ["", "QEvict at each quantizer's bytes less the quantizer, paired"]
+        for row in answer["quantizers"]:
+            bytes_ = f"{row['share']:.1%} against {row['other_share']:.1%}"
+            out.append(f"  {row['rival']:<10}{bytes_:<22}{_three(row)}")
     if answer["directions"]:
         out += ["", "The article's directions on FullKV traces, paired over texts"]
         for row in answer["directions"]:
@@ -80,6 +87,9 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
         for row in answer["ablation"]:
             mean = "infeasible" if row["mean"] is None else _interval(row["mean"], 4)
             out.append(f"  {row['setting']} {row['value']!s:<12}{row['figure']} {mean:<30}{row['verdict']}")
+            if row["output_error"]:
+                error = _interval(row["output_error"], 4)
+                out.append(f"  {'':<{len(row['setting']) + 13}}output error {error:<30}{row['output_error_verdict']}")
             if row["infeasible"]:
                 out.append(f"    {row['infeasible']}")
     if answer["left_out"]:
@@ -89,6 +99,17 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
     return out
 
 
-def _interval(value: Mapping[str, Any], digits: int = 3) -> str:
+def _three(row: Mapping[str, Any]) -> str:
+    """Differences of score, KL and output error with their verdicts."""
+    parts = [
+        f"{name} {_interval(row[f'{key}_difference']):<26}{row[f'verdict_{key}'] or '':<14}"
+        for name, key in (("score", "score"), ("KL", "kl"), ("output error", "error"))
+    ]
+    return "".join(parts).rstrip()
+
+
+def _interval(value: Mapping[str, Any] | None, digits: int = 3) -> str:
+    if value is None:
+        return "-"
     ends = "" if value["low"] is None else f" [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
     return f"{value['mean']:.{digits}f}{ends}"

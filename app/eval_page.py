@@ -19,7 +19,9 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
         ("score", "score"),
         ("score_minus_full", "score − FullKV"),
         ("nll", "NLL"),
+        ("perplexity_minus_full", "perplexity − FullKV"),
         ("kl", "KL to FullKV"),
+        ("output_error", "output error"),
         ("agreement", "agreement"),
         ("note", "note"),
     )
@@ -33,6 +35,16 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
                 figure=pareto_figure(answer["pareto"]),
                 key="KL(FullKV ‖ system) in nats, mean over tokens, then over texts; bytes are summed tensor sizes at "
                 "the end, over FullKV's in the same dtype.",
+            )
+        )
+    if answer["pareto_error"]:
+        sections.append(
+            Section(
+                "Running text: error of attention outputs against bytes",
+                ("The same tokens for every system, FullKV's outputs beside. Bars are 95 % intervals.",),
+                figure=pareto_figure(answer["pareto_error"], figure="output_error"),
+                key="‖o − o_full‖ / ‖o_full‖ in front of each layer's output projection, mean over heads, layers and "
+                "tokens, then over texts; errors of lower layers are included.",
             )
         )
     groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -74,8 +86,25 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
             ("verdict_score", "QEvict scores higher"),
             ("kl_difference", "KL, QEvict − rival"),
             ("verdict_kl", "QEvict is nearer to FullKV"),
+            ("error_difference", "output error, QEvict − rival"),
+            ("verdict_error", "QEvict's outputs are nearer"),
         )
         sections.append(Section("QEvict against each evicting rival", columns=columns, rows=answer["rivals"]))
+    if answer["quantizers"]:
+        columns = (
+            ("rival", "quantizer"),
+            ("share", "QEvict's bytes"),
+            ("other_share", "the quantizer's bytes"),
+            ("tasks", "tasks"),
+            ("items", "items"),
+            ("score_difference", "score, QEvict − quantizer"),
+            ("verdict_score", "QEvict scores higher"),
+            ("kl_difference", "KL, QEvict − quantizer"),
+            ("verdict_kl", "QEvict is nearer to FullKV"),
+            ("error_difference", "output error, QEvict − quantizer"),
+            ("verdict_error", "QEvict's outputs are nearer"),
+        )
+        sections.append(Section("QEvict at each quantizer's bytes", columns=columns, rows=answer["quantizers"]))
     if answer["directions"]:
         columns = (
             ("claim", "claim"),
@@ -106,6 +135,9 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
             ("mean", "mean"),
             ("minus_article_choice", "− article's choice"),
             ("verdict", "verdict"),
+            ("output_error", "output error"),
+            ("output_error_verdict", "output error: verdict"),
+            ("infeasible", "infeasible"),
         )
         for setting in dict.fromkeys(row["setting"] for row in answer["ablation"]):
             rows = [row for row in answer["ablation"] if row["setting"] == setting]

@@ -9,9 +9,30 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from app.glossary import term_html
 from app.texts import text
 
 Row = tuple[str, str, str]
+
+TERMS = {
+    "kv_bytes": "persistent",
+    "kv_total": "budget",
+    "full_kv": "kv_cache",
+    "share": "share",
+    "prefill_peak": "workspace",
+    "scoring": "workspace",
+    "fmm": "fmm",
+    "fmm_history": "fmm",
+    "fmm_fp_only": "fmm_fp",
+    "mass": "mass_share",
+    "churn": "churn",
+    "ttft": "ttft",
+    "tpot": "tpot",
+    "routing": "routing",
+    "backend": "backend",
+    "reference": "reference",
+}
+"""The glossary's term for each figure that has one."""
 
 
 def format_bytes(count: float, lang: str) -> str:
@@ -55,6 +76,13 @@ def rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
     for name, key in (("prefill_peak_bytes", "prefill_peak"), ("scoring_bytes", "scoring")):
         if _number(kv.get(name)):
             out.append((say(key), format_bytes(kv[name], lang), say(f"{key}_how")))
+    if _number(kv.get("kernel_bytes")) and kv["kernel_bytes"]:
+        out.append((say("kernel"), format_bytes(kv["kernel_bytes"], lang), say("kernel_how")))
+    timing = _table(summary, "timing")
+    if timing.get("document_tokens") and _number(kv.get("prefix_bytes")):
+        key = "prefix_used" if timing.get("prefix_used") else "prefix_read"
+        how = say("prefix_how", bytes=format_bytes(kv["prefix_bytes"], lang))
+        out.append((say("prefix"), say(key, tokens=timing["document_tokens"]), how))
     return out
 
 
@@ -98,6 +126,8 @@ def _timing_rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
         out.append((say("ttft"), format_ms(timing["ttft_ms"], lang), how))
     if _number(timing.get("tpot_ms")):
         out.append((say("tpot"), format_ms(timing["tpot_ms"], lang), say("tpot_how")))
+    if _number(timing.get("batch_rows")) and timing["batch_rows"] > 1:
+        out.append((say("batch"), str(timing["batch_rows"]), say("batch_how")))
     if summary.get("backend"):
         out.append((say("backend"), str(summary["backend"]), say("backend_how")))
     settings = _table(summary, "settings")
@@ -120,7 +150,8 @@ def result_html(summary: Mapping[str, Any], lang: str) -> str:
     if not _table(summary, "kv"):
         return ""
     body = "".join(
-        f'<tr><th scope="row">{escape(name)}</th><td class="qe-number">{escape(value)}</td><td>{escape(how)}</td></tr>'
+        f'<tr><th scope="row">{term_html(_term(name, lang), name)}</th><td class="qe-number">{escape(value)}</td>'
+        f"<td>{escape(how)}</td></tr>"
         for name, value, how in figures
     )
     head = "".join(f'<th scope="col">{escape(text(lang, f"result.{key}"))}</th>' for key in ("figure", "value", "how"))
@@ -129,6 +160,11 @@ def result_html(summary: Mapping[str, Any], lang: str) -> str:
         f'<table class="qe-table"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
         f'<p class="qe-page-note">{escape(text(lang, "result.speed_note"))}</p></section>'
     )
+
+
+def _term(name: str, lang: str) -> str:
+    """The glossary's term for a figure of that name, "" where there is none."""
+    return next((term for key, term in TERMS.items() if text(lang, f"result.{key}") == name), "")
 
 
 def _table(summary: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -5,7 +5,7 @@ Knows caches by what comparisons ask of them. One sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,11 +14,10 @@ import torch
 from engine.baselines import registry
 from engine.baselines.base import RunPlan
 from engine.baselines.fanout import FanOut
-from engine.baselines.matching import BudgetSpec
 from engine.budget import KVShape
 from engine.errors import BackendError, BudgetError, ConfigError, EngineError, PromptError
 from engine.evaluation import scorers
-from engine.evaluation.forcing import FULL, System, _forward
+from engine.evaluation.forcing import FULL, System, _forward, budget_of, configuration
 from engine.evaluation.sample import Sample
 from engine.generate import PREFILL_CHUNK, eos_ids, prompt_parts
 from engine.models import LoadedModel
@@ -26,7 +25,10 @@ from engine.models import LoadedModel
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one system said. `truncated`: it used all its tokens; `degenerate`: its end repeats itself."""
+    """What one system said. `truncated`: it used all its tokens; `degenerate`: its end repeats itself.
+
+    backend: what ran. configuration: every parameter of the system and its budget in bytes, defaults included.
+    """
 
     system: System
     text: str = ""
@@ -38,6 +40,8 @@ class Answer:
     share: float = 0.0
     infeasible: str | None = None
     smallest_share: float | None = None
+    backend: str = ""
+    configuration: Mapping[str, Any] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -61,12 +65,15 @@ def answer(
     own: KVShape = first.kv_shape
     stored = RunPlan(kv_dtype=kv_dtype).stored(loaded.model.dtype)
     shape = KVShape(own.num_layers, own.num_kv_heads, own.head_dim, stored.itemsize)
+    settings: list[dict[str, Any]] = []
     for place, system in enumerate(systems):
         rival = registry.rival(system.name, system.parameters)
-        budget = BudgetSpec(share=system.share) if system.share is not None and rival.budgeted else None
         dtype = "model" if system.name == FULL else kv_dtype
-        run = RunPlan(budget, new, dtype, seed, loaded.tokenizer)
+        settings.append(configuration(rival, None, shape, len(sample.prompt), new, dtype))
         try:
+            budget = budget_of(system, shape, len(sample.prompt), new, kv_dtype) if rival.budgeted else None
+            settings[place] = configuration(rival, budget, shape, len(sample.prompt), new, dtype)
+            run = RunPlan(budget, new, dtype, seed, loaded.tokenizer)
             rival.check(shape, shape.head_dim)
             rival.account(shape, len(sample.prompt), new - 1, run)
             caches.append((place, rival.build(loaded.model, run)))
@@ -97,11 +104,13 @@ def answer(
             scorers.degenerate(text),
             held,
             held / shape.full_kv_bytes(length),
+            backend=FULL if full else str(getattr(cache, "backend_name", "torch")),
+            configuration=settings[place],
         )
         cache.forget()
     for place, why in refused.items():
         least = why.smallest_share if isinstance(why, BudgetError) else None
-        out[place] = Answer(systems[place], infeasible=str(why), smallest_share=least)
+        out[place] = Answer(systems[place], infeasible=str(why), smallest_share=least, configuration=settings[place])
     return [out[place] for place in range(len(systems))]
 
 

@@ -16,6 +16,7 @@ from engine.evaluation import paper
 from engine.evaluation.live import LiveRun, run_live
 from engine.evaluation.promotion import listed, promotion_experiment, summarise
 from engine.evaluation.recording import record
+from engine.evaluation.series import series
 from engine.models import LoadedModel
 from engine.policies import HORIZON, Policy, PolicyRun, simulate, standard_policies
 
@@ -31,7 +32,7 @@ class DiagnoseOptions:
     Attributes:
         steps: tokens of the text that are fed one by one after the prompt part. horizon: H of FMM.
         live: run the real cache too, for the scores under quantized execution. kv_dtype: of byte costs and tiers.
-        seed: of the random policy.
+        seed: of the random policy. live_policies: which of them are run with `live`.
     """
 
     steps: int = 128
@@ -39,6 +40,7 @@ class DiagnoseOptions:
     live: bool = False
     kv_dtype: str = "float16"
     seed: int = 0
+    live_policies: tuple[str, ...] = LIVE
 
     def __post_init__(self) -> None:
         for name in ("steps", "horizon"):
@@ -79,7 +81,7 @@ def diagnose(
     by_name = {run.policy.name: run for run in runs}
     live: dict[str, LiveRun] = {}
     if options.live:
-        wanted = [policy for policy in policies if policy.name in LIVE and policy.name in by_name]
+        wanted = [policy for policy in policies if policy.name in options.live_policies and policy.name in by_name]
         for place, policy in enumerate(wanted):
             tell("live", place, len(wanted))
             live[policy.name] = run_live(loaded, ids, trace, policy, kv_dtype=options.kv_dtype, horizon=options.horizon)
@@ -99,6 +101,7 @@ def diagnose(
         "infeasible": refused,
         "directions": directions(by_name),
         "oracle_checks": _oracle_checks(by_name),
+        "series": series(by_name, live),
     }
 
 

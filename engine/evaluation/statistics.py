@@ -67,6 +67,27 @@ def paired(
     return estimate(differences, level=level, seed=seed, resamples=resamples)
 
 
+def perplexity_difference(
+    first: Sequence[float], second: Sequence[float], *, level: float = 0.95, seed: int = 0
+) -> Estimate:
+    """exp(mean first) - exp(mean second) of mean NLLs in nats per item, items resampled together.
+
+    Raises:
+        ValueError: different lengths, or no item.
+    """
+    ours, theirs = np.asarray(first, dtype=np.float64), np.asarray(second, dtype=np.float64)
+    if len(ours) != len(theirs) or not len(ours):
+        raise ValueError("a difference of perplexities needs the same items on both sides, at least one.")
+    mean = float(np.exp(ours.mean()) - np.exp(theirs.mean()))
+    if len(ours) < 2:
+        return Estimate(mean, None, None, len(ours))
+    draw = np.random.default_rng(seed).integers(0, len(ours), (RESAMPLES, len(ours)))
+    low, high = np.quantile(
+        np.exp(ours[draw].mean(axis=1)) - np.exp(theirs[draw].mean(axis=1)), [(1 - level) / 2, (1 + level) / 2]
+    )
+    return Estimate(mean, float(low), float(high), len(ours))
+
+
 def paired_ratio(
     numerator: Sequence[float], denominator: Sequence[float], *, level: float = 0.95, seed: int = 0
 ) -> Estimate:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,23 @@ def cell_key(cell: Mapping[str, Any]) -> str:
     """16 hex digits over a cell's description, independent of the order of its keys."""
     text = json.dumps({"format": FORMAT, **cell}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+SAME = (
+    "kind", "model", "fingerprint", "dtype", "weights", "device", "task", "index", "length", "question", "prompt_hash",
+    "kv_dtype", "seed", "system", "kv_budget", "parameters", "match_to", "config", "horizon",
+)  # fmt: skip
+"""What two rows of one cell share, whatever release measured them."""
+
+
+def newest(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of every cell: a store keeps what earlier releases measured, and an average must not mix them."""
+    last: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        key = cell_key({name: row.get(name) for name in SAME})
+        last.pop(key, None)
+        last[key] = dict(row)
+    return list(last.values())
 
 
 class Store:

@@ -12,11 +12,12 @@ from typing import Any, Final
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
 from engine.evaluation.benchmarks import LONGBENCH, gsm8k_samples, longbench_samples
+from engine.evaluation.cells import AnswerGroup, Group, ItemGroup, PolicyGroup, Suite
 from engine.evaluation.forcing import FULL, System
 from engine.evaluation.items import Item, Text, continuations
 from engine.evaluation.ruler import RULER, ruler_samples
 from engine.evaluation.ruler import SEED as RULER_SEED
-from engine.evaluation.sweep import AnswerGroup, Group, ItemGroup, PolicyGroup, Suite, in_turns
+from engine.evaluation.sweep import in_turns
 from engine.evaluation.tasks import make_items
 from engine.models import LoadedModel
 
@@ -47,6 +48,7 @@ MATCHED: Final = (
 )
 AT_TWENTY: Final = ("qevict-r4", "qevict-no-promotion", "layer-defensivekv", "zipcache", "random")
 OWN_POINT: Final = ("kivi-2", "kivi-4")
+"""Quantizers run at an operating point of their own; QEvict is matched to the bytes of each."""
 ABLATIONS: Final[dict[str, tuple[str, tuple[Any, ...], Any]]] = {
     "window": ("window_size", (4, 8, 16, 32), 8),
     "q": ("quant_share", (0.1, 0.3, 0.5, 0.7, 0.9), 0.7),
@@ -85,7 +87,8 @@ def quick(loaded: LoadedModel, texts: Sequence[Text], *, seed: int = 0, kv_dtype
 def full(loaded: LoadedModel, texts: Sequence[Text], *, seed: int = 0, kv_dtype: str = "float16") -> Suite:
     """Every task at every budget, 20 items each, and 20 texts for the directions of the article."""
     matched = tuple(System(name, share) for share in BUDGETS for name in MATCHED)
-    systems = (System(FULL), *matched, *(System(name) for name in OWN_POINT))
+    beside = tuple(s for name in OWN_POINT for s in (System(name), System("qevict", match_to=name)))
+    systems = (System(FULL), *matched, *beside)
     at_twenty = (*systems, *(System(name, 0.20) for name in AT_TWENTY))
     books = continuations(loaded.tokenizer, texts, 1024, 65, 20)
     traces = continuations(loaded.tokenizer, texts, 1024, 128, 20)
@@ -109,7 +112,10 @@ def directions(loaded: LoadedModel, texts: Sequence[Text], *, seed: int = 0, kv_
     """Policies on the traces of 20 texts at three budgets: the article's directions with intervals, in minutes."""
     traces = continuations(loaded.tokenizer, texts, 1024, 128, 20)
     groups: list[Group] = [PolicyGroup(item, BUDGETS, QEvictConfig(kv_dtype=kv_dtype)) for item in traces]
-    left_out = ["everything that needs a real cache: quality, bytes, the feedback of quantization on scores"]
+    left_out = [
+        "everything that needs a real cache: quality, KL, attention-output error, bytes, the feedback of quantization "
+        "on scores: see eval quick and full"
+    ]
     if len(traces) < 20:
         left_out.append(f"20 texts were wanted, {len(traces)} are there: name a folder with --data")
     return Suite("directions", tuple(groups), tuple(left_out), kv_dtype, seed)

@@ -8,41 +8,39 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from engine.evaluation import paper
+from engine.evaluation.ablations import ablation_table as ablation_table
 from engine.evaluation.items import MAIN
-from engine.evaluation.statistics import Estimate, estimate, paired, paired_ratio, stratified
-from engine.evaluation.suites import ABLATIONS
+from engine.evaluation.rows import FEWEST, Row, by_system, grouped, verdict
+from engine.evaluation.statistics import Estimate, estimate, paired, paired_ratio, perplexity_difference, stratified
 from engine.evaluation.tasks import task_info
 
 FLOOR = 0.10
 """A task counts as impossible for a model whose full cache scores below this, or below twice chance."""
-FEWEST = 8
-"""With fewer items there is no verdict: neither on a claim, nor that a model cannot do a task."""
 RIVALS = ("streamingllm", "snapkv", "adakv", "criticalkv", "critical-adakv", "defensivekv", "layer-defensivekv", "h2o")
 """Systems that evict and never recover."""
-
-Row = Mapping[str, Any]
 
 
 def score_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """One row per task, length, place of the question, and system; FullKV first in each task.
 
-    `score` is the task's own figure; `score_minus_full` and `nll_minus_full` are paired with FullKV over items.
+    `score` is the task's own figure; those that end in `_minus_full` are paired with FullKV over items. `output_error`
+    is None where a model's attention outputs cannot be read.
     """
     out: list[dict[str, Any]] = []
-    for (task, length, question), cells in _grouped(rows).items():
-        by_system = _by_system(cells)
-        full = next((entry for entry in by_system.values() if entry[0]["full"]), None)
+    for (task, length, question), cells in grouped(rows).items():
+        systems = by_system(cells)
+        full = next((entry for entry in systems.values() if entry[0]["full"]), None)
         info = task_info(task)
         limit = max(2 * info.chance, FLOOR)
         able: bool | None = None
         if full is not None and task != "book":
             reached, values = _values(full, info.score, MAIN, None)
             able = True if reached >= limit else None if len(values) < FEWEST else False
-        for label, entries in sorted(by_system.items(), key=_place):
+        for label, entries in sorted(systems.items(), key=_place):
             done = [entry for entry in entries if entry["infeasible"] is None]
             first = entries[0]
             line: dict[str, Any] = {
@@ -52,6 +50,7 @@ def score_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 "label": label,
                 "system": first["system"],
                 "kv_budget": first["kv_budget"],
+                "match_to": first.get("match_to"),
                 "parameters": first["parameters"],
                 "n": len(done),
                 "infeasible": next((entry["infeasible"] for entry in entries if entry["infeasible"]), None),
@@ -74,6 +73,8 @@ def _figures(done: Sequence[Row], full: Sequence[Row] | None, score: str) -> dic
         "nll": _estimate(done, "nll"),
         "kl": _estimate(done, "kl"),
         "agreement": _estimate(done, "agreement"),
+        "output_error": _estimate(done, "output_error"),
+        "output_error_layers": _layers(done),
         "perplexity": math.exp(min(50.0, _mean(done, "nll"))),
         "share": sum(entry["share"] for entry in done) / len(done),
         "bytes": round(sum(entry["bytes"] for entry in done) / len(done)),
@@ -86,19 +87,20 @@ def _figures(done: Sequence[Row], full: Sequence[Row] | None, score: str) -> dic
     if full is not None:
         figures["score_minus_full"] = _paired(done, full, score)
         figures["nll_minus_full"] = _paired(done, full, "nll")
+        figures["perplexity_minus_full"] = _paired(done, full, "nll", perplexity_difference)
     return figures
 
 
 def answer_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
     """Published benchmarks: one row per task and system, FullKV first; a floor as in `score_table`, chance 0."""
     out: list[dict[str, Any]] = []
-    for (task, length, question), cells in _grouped(rows, "answer").items():
-        by_system = _by_system(cells)
-        full = next((entry for entry in by_system.values() if entry[0]["full"]), None)
+    for (task, length, question), cells in grouped(rows, "answer").items():
+        systems = by_system(cells)
+        full = next((entry for entry in systems.values() if entry[0]["full"]), None)
         reached = [entry["figures"]["score"] for entry in full or [] if entry["infeasible"] is None]
         able = None if len(reached) < FEWEST else sum(reached) / len(reached) >= FLOOR
         theirs = {entry["prompt_hash"]: entry["figures"]["score"] for entry in full or [] if not entry["infeasible"]}
-        for label, entries in sorted(by_system.items(), key=_place):
+        for label, entries in sorted(systems.items(), key=_place):
             done = [entry for entry in entries if entry["infeasible"] is None]
             line: dict[str, Any] = {
                 "task": task,
@@ -145,16 +147,17 @@ def pareto_points(table: Sequence[Row], *, figure: str = "kl", task: str = "book
             "n": row["n"],
         }
         for row in table
-        if row["task"] == task and row["n"] and row["note"] == ""
+        if row["task"] == task and row["n"] and row["note"] == "" and row[figure] is not None
     ]
 
 
 def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """QEvict against each evicting rival at the same budget: scores over all tasks that FullKV can do, and KL on text.
+    """QEvict against each evicting rival at the same budget: scores over all tasks that FullKV can do, and on text KL
+    and output error.
 
     The macro difference is the mean over tasks of paired differences; items are resampled within their task.
     """
-    groups = _grouped(rows)
+    groups = grouped(rows)
     found: list[dict[str, Any]] = []
     shares = sorted({row["kv_budget"] for cells in groups.values() for row in cells if row["kv_budget"]}, reverse=True)
     able = {(row["task"], row["length"], row["question"]) for row in score_table(_flat(groups)) if row["able"]}
@@ -167,13 +170,13 @@ def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
                 differences = _differences(cells, share, rival, task_info(key[0]).score)
                 if differences:
                     per_task.append(differences)
-            books = [
-                d for key, cells in groups.items() if key[0] == "book" for d in _differences(cells, share, rival, "kl")
-            ]
-            if not per_task and not books:
+            books = [cell for key, cells in groups.items() if key[0] == "book" for cell in cells]
+            nearer, errors = (_differences(books, share, rival, figure) for figure in ("kl", "output_error"))
+            if not per_task and not nearer:
                 continue
             macro = stratified(per_task) if per_task else None
-            kl = estimate(books) if books else None
+            kl = estimate(nearer) if nearer else None
+            error = estimate(errors) if errors else None
             found.append(
                 {
                     "kv_budget": share,
@@ -182,8 +185,10 @@ def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
                     "items": sum(len(values) for values in per_task),
                     "score_difference": None if macro is None else macro.to_dict(),
                     "kl_difference": None if kl is None else kl.to_dict(),
-                    "verdict_score": None if macro is None else _verdict(macro, wanted=1),
-                    "verdict_kl": None if kl is None else _verdict(kl, wanted=-1),
+                    "verdict_score": None if macro is None else verdict(macro, wanted=1),
+                    "verdict_kl": None if kl is None else verdict(kl, wanted=-1),
+                    "error_difference": None if error is None else error.to_dict(),
+                    "verdict_error": None if error is None else verdict(error, wanted=-1),
                 }
             )
     return found
@@ -218,7 +223,7 @@ def direction_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
                     "lower_mean": sum(firsts) / len(firsts),
                     "higher_mean": sum(seconds) / len(seconds),
                     "difference": difference.to_dict(),
-                    "verdict": _verdict(difference, wanted=-1),
+                    "verdict": verdict(difference, wanted=-1),
                 }
             )
     return out
@@ -277,83 +282,19 @@ def promotion_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
     return out
 
 
-def ablation_table(rows: Sequence[Row], what: str) -> list[dict[str, Any]]:
-    """One setting's values: KL on text or a task's score, each paired with the article's choice."""
-    name, values, chosen = ABLATIONS[what]
-    out = []
-    for (task, length, question), cells in _grouped(rows).items():
-        figure = "kl" if task == "book" else task_info(task).score
-        wanted = -1 if task == "book" else 1
-        by_value: dict[Any, dict[str, float]] = {}
-        infeasible: dict[Any, str] = {}
-        for cell in cells:
-            if cell["system"] != "qevict":
-                continue
-            value = cell["parameters"].get(name) if name else cell["kv_budget"]
-            if cell["infeasible"]:
-                infeasible[value] = cell["infeasible"]
-            else:
-                by_value.setdefault(value, {})[cell["prompt_hash"]] = float(cell["scores"][MAIN][figure])
-        for value in values:
-            line = {"setting": what, "value": value, "task": task, "length": length, "question": question}
-            own = by_value.get(value, {})
-            base = by_value.get(chosen, {})
-            shared = sorted(set(own) & set(base))
-            difference = paired([own[i] for i in shared], [base[i] for i in shared]) if shared else None
-            out.append(
-                line
-                | {
-                    "figure": figure,
-                    "mean": estimate(list(own.values())).to_dict() if own else None,
-                    "minus_article_choice": None if difference is None else difference.to_dict(),
-                    "verdict": "article's choice"
-                    if value == chosen
-                    else "not measured"
-                    if difference is None
-                    else {1: "better than the article's choice", -1: "worse than the article's choice"}.get(
-                        difference.sign * wanted, "no difference settled"
-                    ),
-                    "infeasible": infeasible.get(value),
-                }
-            )
-    return out
-
-
-def _verdict(difference: Estimate, *, wanted: int) -> str:
-    """What the interval says of a claim whose difference should have the sign `wanted`."""
-    if difference.n < FEWEST:
-        # A bootstrap of so few items is too narrow to carry a verdict.
-        return "too few items"
-    return {wanted: "holds", -wanted: "CONTRADICTED", 0: "not settled"}[difference.sign]
-
-
-def _grouped(rows: Iterable[Row], kind: str = "item") -> dict[tuple[str, int, str], list[Row]]:
-    out: dict[tuple[str, int, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        if row["kind"] == kind:
-            out[row["task"], row["length"], row["question"]].append(row)
-    return dict(out)
-
-
 def _flat(groups: Mapping[Any, Sequence[Row]]) -> list[Row]:
     return [row for cells in groups.values() for row in cells]
 
 
-def _by_system(cells: Iterable[Row]) -> dict[str, list[Row]]:
-    out: dict[str, list[Row]] = defaultdict(list)
-    for cell in cells:
-        out[cell["label"]].append(cell)
-    return dict(out)
-
-
 def _place(item: tuple[str, Sequence[Row]]) -> tuple[bool, str, float, str]:
-    """FullKV first, then by system, large budgets first."""
+    """FullKV first, then by system, large budgets first; what is matched to a system stands beside it."""
     label, (first, *_) = item
-    return not first["full"], first["system"], -(first["kv_budget"] or 0.0), label
+    return not first["full"], first.get("match_to") or first["system"], -(first["kv_budget"] or 0.0), label
 
 
 def _values(cells: Sequence[Row], figure: str, span: str, default: float | None) -> tuple[float, list[float]]:
-    values = [float(cell["scores"][span][figure]) for cell in cells if cell["infeasible"] is None]
+    found = [cell["scores"][span].get(figure) for cell in cells if cell["infeasible"] is None]
+    values = [float(value) for value in found if value is not None]
     return (sum(values) / len(values) if values else (default or 0.0)), values
 
 
@@ -361,17 +302,26 @@ def _mean(cells: Sequence[Row], figure: str) -> float:
     return _values(cells, figure, MAIN, None)[0]
 
 
-def _estimate(cells: Sequence[Row], figure: str) -> dict[str, Any]:
-    return estimate(_values(cells, figure, MAIN, None)[1]).to_dict()
+def _estimate(cells: Sequence[Row], figure: str) -> dict[str, Any] | None:
+    values = _values(cells, figure, MAIN, None)[1]
+    return estimate(values).to_dict() if values else None
 
 
-def _paired(cells: Sequence[Row], full: Sequence[Row], figure: str) -> dict[str, Any] | None:
+def _layers(cells: Sequence[Row]) -> list[float]:
+    """Mean output error of each layer over items."""
+    found = [cell["output_error_layers"] for cell in cells if cell.get("output_error_layers")]
+    return [sum(layer) / len(found) for layer in zip(*found, strict=True)]
+
+
+def _paired(
+    cells: Sequence[Row], full: Sequence[Row], figure: str, difference: Callable[..., Estimate] = paired
+) -> dict[str, Any] | None:
     theirs = {cell["prompt_hash"]: float(cell["scores"][MAIN][figure]) for cell in full if cell["infeasible"] is None}
     shared = [cell for cell in cells if cell["prompt_hash"] in theirs]
     if not shared:
         return None
     ours = [float(cell["scores"][MAIN][figure]) for cell in shared]
-    return paired(ours, [theirs[cell["prompt_hash"]] for cell in shared]).to_dict()
+    return difference(ours, [theirs[cell["prompt_hash"]] for cell in shared]).to_dict()
 
 
 def _differences(cells: Iterable[Row], share: float, rival: str, figure: str) -> list[float]:
@@ -383,6 +333,7 @@ def _differences(cells: Iterable[Row], share: float, rival: str, figure: str) ->
             and cell["kv_budget"] == share
             and not cell["parameters"]
             and not cell["infeasible"]
+            and cell["scores"][MAIN].get(figure) is not None
         ):
             values[cell["system"]][cell["prompt_hash"]] = float(cell["scores"][MAIN][figure])
     return [values["qevict"][i] - values[rival][i] for i in sorted(set(values["qevict"]) & set(values[rival]))]

@@ -19,13 +19,14 @@ WORDS: Final[dict[str, str]] = {
     "kl": "KL to FullKV, nats per token",
     "score": "score",
     "agreement": "same likeliest token as FullKV",
+    "output_error": "relative error of attention outputs",
     "front": "Pareto front",
     "ablation_title": "{setting}: {figure}",
     "directions_title": "The article's directions, with 95 % intervals",
     "difference": "difference, should be below 0",
     "nothing": "nothing to show yet",
 }
-LOWER_IS_BETTER: Final = frozenset({"kl", "nll", "perplexity"})
+LOWER_IS_BETTER: Final = frozenset({"kl", "nll", "perplexity", "output_error"})
 
 
 def front(points: Sequence[Mapping[str, Any]], *, lower_is_better: bool = True) -> list[int]:
@@ -56,7 +57,8 @@ def pareto_figure(
     out = blank(say(words, WORDS, "title"), say(words, WORDS, "share"), axis, theme)
     systems = list(dict.fromkeys(str(point["system"]) for point in points))
     shapes = ("circle", "square", "diamond", "cross", "x", "triangle-up", "star", "hexagon", "pentagon", "bowtie")
-    inks = (colors.quant, colors.full, colors.local, colors.evicted, colors.alarm, colors.sink, colors.muted)
+    others = (colors.full, colors.local, colors.evicted, colors.alarm, colors.sink, colors.muted)
+    inks = [colors.quant if name == "qevict" else others[at % len(others)] for at, name in enumerate(systems)]
     for number, system in enumerate(systems):
         mine = sorted((p for p in points if p["system"] == system), key=lambda p: float(p["share"]))
         out.add_scatter(
@@ -65,8 +67,8 @@ def pareto_figure(
             y=[p["value"] for p in mine],
             error_y=_bars(mine),
             mode="lines+markers",
-            line={"color": inks[number % len(inks)], "width": 1},
-            marker={"color": inks[number % len(inks)], "symbol": shapes[number % len(shapes)], "size": 9},
+            line={"color": inks[number], "width": 1},
+            marker={"color": inks[number], "symbol": shapes[number % len(shapes)], "size": 9},
             customdata=[[p["label"], p["n"]] for p in mine],
             hovertemplate="%{customdata[0]}: %{y:.4f} at %{x:.1f} %, n %{customdata[1]}<extra></extra>",
         )

@@ -7,9 +7,12 @@ import math
 import pytest
 import torch
 
+from engine.baselines.matching import BudgetSpec
+from engine.compare import CompareOptions, compare
 from engine.errors import ConfigError, PromptError
 from engine.evaluation.forcing import System, measure, score
 from engine.evaluation.items import MAIN, Item, Span
+from engine.generate import prompt_ids
 from tests.tiny import tiny_loaded
 
 torch.set_num_threads(1)
@@ -35,12 +38,51 @@ def test_scores_by_hand() -> None:
     assert (last.top1, last.choice) == (0.0, False)
 
 
+def test_output_error_by_hand() -> None:
+    ours = torch.tensor([[0.2, 0.3, 0.5], [0.6, 0.3, 0.1], [0.2, 0.2, 0.6]]).log()
+    item = Item("t", 0, 1, (0, 0), (0, 2, 1, 0), {MAIN: Span(2, 4)})
+    # Two layers, three fed tokens; tokens 1 and 2 predict the span.
+    errors = torch.tensor([[9.0, 0.2, 0.4], [9.0, 0.0, 0.2]])
+    assert score(ours, ours, item, item.spans[MAIN], errors).output_error == pytest.approx(0.2)
+    assert score(ours, ours, item, item.spans[MAIN]).output_error is None
+
+
+def test_output_error_is_that_of_a_comparison() -> None:
+    """Teacher-forced on FullKV's own tokens, a comparison and this measure the same error, layer by layer."""
+    loaded = tiny_loaded(positions=512)
+    item = item_of(seed=7)
+    options = CompareOptions(
+        budget=BudgetSpec(share=0.3), max_new_tokens=12, kv_dtype="float16", chat=False, ignore_eos=True
+    )
+    text = loaded.tokenizer.decode(item.prompt)
+    prompt = prompt_ids(loaded, text, False)
+    result = compare(loaded, text, ["qevict", "h2o"], options)
+    forced = Item("book", 0, len(prompt), tuple(prompt), tuple(result.token_ids), {MAIN: Span(1, 12)})
+    found = measure(loaded, forced, [System("qevict", 0.3), System("h2o", 0.3)])
+    for outcome, system in zip(found, result.systems, strict=True):
+        assert outcome.output_error_layers == pytest.approx(system.output_error, abs=2e-4)
+        mean = sum(system.output_error) / len(system.output_error)
+        assert outcome.scores[MAIN].output_error == pytest.approx(mean, abs=2e-4) and mean > 0.01
+
+
+def test_qevict_at_a_quantizers_bytes() -> None:
+    systems = [System("kivi-2"), System("qevict", match_to="kivi-2")]
+    kivi, matched = measure(tiny_loaded(positions=512, head_dim=32), item_of(300), systems)
+    assert matched.system.label == "qevict at kivi-2's bytes"
+    assert matched.configuration["budget_bytes"] == kivi.bytes and kivi.configuration["budget_bytes"] is None
+    assert 0.9 * kivi.bytes < matched.bytes <= kivi.bytes
+    assert matched.configuration["window_size"] == 8 and kivi.configuration["residual"] == 128
+    refused, beside = measure(tiny_loaded(positions=512), item_of(), systems)
+    assert refused.infeasible is not None and beside.infeasible is not None and "group_size" in beside.infeasible
+
+
 def test_a_system_that_keeps_everything_is_fullkv() -> None:
     systems = [System("fullkv"), System("qevict", 1.0, {"quant_share": 0.0}), System("snapkv", 1.0)]
     full, *others = measure(tiny_loaded(positions=512), item_of(), systems, kv_dtype="model")
-    assert full.scores[MAIN].kl == 0.0 and full.share == 1.0
+    assert full.scores[MAIN].kl == 0.0 and full.share == 1.0 and full.scores[MAIN].output_error == 0.0
     for outcome in others:
         assert outcome.scores[MAIN].kl < 1e-6
+        assert 0.0 <= (outcome.scores[MAIN].output_error or 0.0) < 1e-4
         assert outcome.scores[MAIN].nll == pytest.approx(full.scores[MAIN].nll, abs=1e-4)
 
 
@@ -53,6 +95,7 @@ def test_less_memory_is_further_from_fullkv_and_bytes_are_measured() -> None:
     ]
     tight, loose, window, kivi = measure(tiny_loaded(positions=512), item_of(seed=3), systems)
     assert tight.scores[MAIN].kl > loose.scores[MAIN].kl > 0.0
+    assert (tight.scores[MAIN].output_error or 0.0) > (loose.scores[MAIN].output_error or 0.0) > 0.0
     assert tight.share <= 0.2 * 212 / 211 and 0.4 < loose.share <= 0.6 * 212 / 211
     assert 0.15 < window.share <= 0.2 * 212 / 211
     assert kivi.bytes > 0 and kivi.ms_per_token is not None

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
+from engine.evaluation.cells import ItemGroup, Part, PolicyGroup, Suite, run_part
 from engine.evaluation.forcing import System
 from engine.evaluation.items import MAIN, Text, continuations
-from engine.evaluation.store import Store, cell_key
+from engine.evaluation.store import Store, cell_key, newest
 from engine.evaluation.suites import ablation, directions, one_task, quick
-from engine.evaluation.sweep import ItemGroup, PolicyGroup, Progress, Suite, in_turns, run_sweep, suite_keys
+from engine.evaluation.sweep import Progress, in_turns, run_sweep, suite_keys
 from tests.engine.evaluation.test_tasks import STORY, TEXTS
 from tests.tiny import tiny_loaded
 
@@ -54,7 +57,11 @@ def test_a_stopped_sweep_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert [row["kind"] for row in third.rows].count("policies") == 2
     for row in third.rows:
         if row["kind"] == "item":
-            assert row["scores"][MAIN]["nll"] > 0 and row["versions"]["torch"] == torch.__version__
+            assert row["scores"][MAIN]["nll"] > 0 and row["scores"][MAIN]["output_error"] >= 0
+            assert len(row["output_error_layers"]) == LOADED.model.config.num_hidden_layers
+        assert row["versions"]["torch"] == torch.__version__ and row["prompt_hash"] and row["backend"]
+        assert row["configuration"]["planned_new_tokens"] > 0 and 0 < row["share"] <= 1
+        assert {"truncated", "degenerate"} <= row.keys()
 
 
 def test_a_sweep_ends_in_time() -> None:
@@ -76,6 +83,24 @@ def test_a_cut_last_line_is_dropped_and_a_broken_one_is_named(tmp_path: Path) ->
     path.write_text("no json\n" + path.read_text())
     with pytest.raises(ConfigError, match="line 1"):
         Store(path)
+
+
+def test_of_a_cell_that_two_releases_measured_the_newest_row_counts() -> None:
+    old = {"key": "a", "task": "book", "index": 0, "versions": {"qevict": "0"}, "kl": 1.0}
+    new = old | {"key": "b", "versions": {"qevict": "1"}, "figures_of": 2, "kl": 2.0}
+    other = new | {"key": "c", "match_to": "kivi-2"}
+    assert newest([old, other, new]) == [other, new]
+
+
+def test_parts_that_come_back_in_another_order_are_each_kept_once() -> None:
+    def backwards(wanted: Iterator[Part]) -> Iterator[tuple[Part, Any]]:
+        for part in reversed(list(wanted)):
+            yield part, run_part(LOADED, small_suite(), part)
+
+    store = Store(None)
+    result = run_sweep(LOADED, small_suite(), store, runner=backwards)
+    assert result.ran == 6 and result.missing == 0 and len(store) == 6
+    assert [row["key"] for row in result.rows] == suite_keys(LOADED, small_suite())
 
 
 def test_groups_take_turns() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 
 from engine.evaluation.items import MAIN
+from engine.evaluation.pairings import matched_differences
 from engine.evaluation.statistics import stratified
 from engine.evaluation.tables import (
     ablation_table,
@@ -24,6 +26,7 @@ def row(
 ) -> dict[str, Any]:
     label = system if share is None else f"{system} {share:.0%}"
     figures = {"nll": 1.0 - value, "exact": bool(value), "top1": value, "kl": 1.0 - value, "agreement": value}
+    figures["output_error"] = (1.0 - value) / 2
     return {
         "kind": "item", "task": task, "length": 512, "question": "after", "index": index, "prompt_hash": str(index),
         "system": system, "kv_budget": share, "parameters": {}, "label": label, "full": system == "fullkv",
@@ -42,6 +45,10 @@ def test_fullkv_comes_first_and_differences_are_paired_with_it() -> None:
     assert full["system"] == "fullkv" and full["score"]["mean"] == 1.0 and full["able"] is True
     assert h2o["score"]["mean"] == 0.5 and h2o["score_minus_full"]["mean"] == -0.5 and h2o["n"] == 4
     assert h2o["nll_minus_full"]["mean"] == 0.5
+    assert full["output_error"]["mean"] == 0.0 and h2o["output_error"]["mean"] == 0.25
+    # FullKV's NLLs are 0 and H2O's 1, 1, 0, 0: perplexities 1 and e^0.5.
+    assert h2o["perplexity_minus_full"]["mean"] == pytest.approx(math.exp(0.5) - 1.0)
+    assert h2o["perplexity_minus_full"]["low"] < 0.1 and h2o["perplexity_minus_full"]["high"] > 1.0
 
 
 def test_a_task_below_the_floor_is_labelled_and_compared_nowhere() -> None:
@@ -73,6 +80,39 @@ def test_rivals_are_compared_item_by_item_and_contradictions_are_named() -> None
     books = items("fullkv", [1.0] * 9, share=None, task="book") + items("qevict", [0.5] * 9, task="book")
     (book,) = rival_differences(books + items("h2o", [0.25] * 9, task="book"))
     assert book["kl_difference"]["mean"] == pytest.approx(-0.25) and book["verdict_kl"] == "holds"
+
+
+def test_rows_without_an_output_error_have_none_in_the_tables() -> None:
+    rows = items("fullkv", [1.0] * 9, share=None, task="book") + items("qevict", [0.5] * 9, task="book")
+    rows += items("h2o", [0.25] * 9, task="book")
+    (whole,) = rival_differences(rows)
+    assert whole["error_difference"]["mean"] == pytest.approx(-0.125) and whole["verdict_error"] == "holds"
+    for entry in rows:
+        del entry["scores"][MAIN]["output_error"]
+    assert {line["output_error"] for line in score_table(rows)} == {None}
+    (found,) = rival_differences(rows)
+    assert found["error_difference"] is None and found["verdict_error"] is None and found["verdict_kl"] == "holds"
+    assert pareto_points(score_table(rows), figure="output_error") == []
+
+
+def test_qevict_is_compared_with_a_quantizer_at_its_bytes() -> None:
+    rows = items("fullkv", [1.0] * 8, share=None) + items("kivi-2", [0.0] * 8, share=None)
+    rows += items("qevict", [1.0] * 8, share=None, label="qevict at kivi-2's bytes", match_to="kivi-2")
+    rows += items("qevict", [0.0] * 8)
+    for task_rows, value in (("kivi-2", 0.2), ("qevict", 0.6)):
+        match = {"match_to": "kivi-2", "label": "matched"} if task_rows == "qevict" else {}
+        rows += items(task_rows, [value] * 8, share=None, task="book", **match)
+    for entry in rows:
+        entry["share"] = 0.25 if entry["system"] == "kivi-2" else 0.24 if entry.get("match_to") else entry["share"]
+    (found,) = matched_differences(rows)
+    assert (found["rival"], found["tasks"], found["items"]) == ("kivi-2", 1, 16)
+    assert found["share"] == pytest.approx(0.24) and found["other_share"] == pytest.approx(0.25)
+    assert found["score_difference"]["mean"] == 1.0 and found["verdict_score"] == "holds"
+    assert found["kl_difference"]["mean"] == pytest.approx(-0.4) and found["verdict_kl"] == "holds"
+    assert found["error_difference"]["mean"] == pytest.approx(-0.2) and found["verdict_error"] == "holds"
+    labels = [line["label"] for line in score_table(rows) if line["task"] == "niah1_raw"]
+    assert labels == ["fullkv", "kivi-2", "qevict at kivi-2's bytes", "qevict 20%"]
+    assert matched_differences(items("qevict", [1.0] * 8)) == []
 
 
 def test_a_macro_average_weighs_tasks_alike() -> None:
@@ -125,6 +165,11 @@ def test_an_ablation_is_paired_with_the_articles_choice() -> None:
     two, four = ablation_table(rows, "bits")
     assert two["verdict"] == "article's choice" and four["verdict"] == "better than the article's choice"
     assert four["minus_article_choice"]["mean"] == pytest.approx(-0.1)
+    assert four["output_error"]["mean"] == 0.5 and four["output_error_verdict"] == "no difference settled"
+    # The same values at another budget are lines of their own.
+    more = [entry | {"kv_budget": 0.1} for entry in rows]
+    assert [line["kv_budget"] for line in ablation_table(rows + more, "bits")] == [0.2, 0.2, 0.1, 0.1]
+    assert ablation_table(rows + more, "bits")[1] == four
 
 
 def test_points_of_a_plot_leave_impossible_tasks_out() -> None:
