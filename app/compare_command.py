@@ -43,6 +43,12 @@ def add(commands: Any) -> None:
     budget.add_argument("--kv-budget", type=float, metavar="SHARE", help="of FullKV's bytes, (0, 1]; default 0.2")
     budget.add_argument("--kv-budget-bytes", type=int, metavar="BYTES", help="for the whole model")
     budget.add_argument("--kv-budget-tokens", type=int, metavar="N", help="the bytes of so many tokens")
+    budget.add_argument(
+        "--matched-at",
+        default="prompt+new",
+        metavar="prompt+new|prompt|running",
+        help="length at which the budget is met; running: a share at every step, for systems that can follow",
+    )
     budget.add_argument("--match-to", default="", metavar="NAME", help="QEvict gets this system's bytes instead")
     parser.add_argument("--free", action="store_true", help="each system goes its own way; texts are compared")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="TOKENS")
@@ -100,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
             "device": loaded.device,
             "dtype": loaded.dtype,
             "budget": dict(request.budget),
+            "matched_at": request.reference,
             "match_to": request.match_to or None,
         }
         print(json.dumps(report(result, setup), ensure_ascii=False))
@@ -141,6 +148,7 @@ def request_of(arguments: argparse.Namespace) -> CompareRequest:
         kv_dtype=arguments.kv_dtype,
         chat=arguments.chat,
         ignore_eos=arguments.ignore_eos,
+        reference=arguments.matched_at,
         seed=arguments.seed,
     )
 
@@ -187,6 +195,8 @@ def systems(arguments: argparse.Namespace) -> int:
     for info in infos:
         point = "budget" if info.budgeted else "own operating point"
         words = f"{info.keeps}, {info.storage} storage, {point}"
+        words += ", can follow a running budget" if info.grows else ""
+        words += ", in teacher-forced comparisons only" if info.needs_reference else ""
         print(f"{info.name:<{width}}  {system_label(info.name, 'en')}: {system_line(info.name, 'en')} ({words})")
         if info.unavailable:
             print(f"{'':<{width}}  not here: {info.unavailable}")

@@ -10,7 +10,6 @@ prompt runs once for all. Greedy; one sequence. Knows no server and no file.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -20,12 +19,14 @@ from torch import Tensor
 
 from engine.adapter import cache_keyword
 from engine.baselines import registry
-from engine.baselines.base import RunPlan
+from engine.baselines.base import Rival, RunPlan
 from engine.baselines.fanout import FanOut
+from engine.baselines.leader import Leader
 from engine.baselines.matching import BudgetSpec
 from engine.baselines.outputs import OutputProbe
 from engine.baselines.recorder import FutureMasses, Reference
 from engine.baselines.rival_cache import RivalCache
+from engine.baselines.witness import Witness
 from engine.budget import KVShape
 from engine.comparison import (
     MOST_SYSTEMS,
@@ -37,12 +38,13 @@ from engine.comparison import (
     SystemResult,
     churn,
     frame,
-    relative_error,
+    same_sets,
 )
 from engine.errors import ConfigError, OutOfMemoryError, PromptError
 from engine.generate import PREFILL_CHUNK, eos_ids, prompt_ids, prompt_parts
 from engine.models import LoadedModel
 from engine.pieces import PieceDecoder, pieces_of
+from engine.tally import Tally
 from engine.trace import Progress, Tier
 
 __all__ = [
@@ -122,7 +124,9 @@ class _Comparison:
         own = self.reference.kv_shape
         self.shape = KVShape(own.num_layers, own.num_kv_heads, own.head_dim, stored.itemsize)
         text = loaded.model.config.get_text_config(decoder=True)
+        rivals = [registry.rival(choice.name, choice.parameters) for choice in choices]
         self.masses: FutureMasses | None = None
+        self.witness: Witness | None = None
         if options.mode == "teacher":
             self.masses = FutureMasses(
                 own.num_layers,
@@ -133,16 +137,17 @@ class _Comparison:
                 block=options.interval,
                 device=self.reference.device,
             )
-            self.reference.rival = Reference(masses=self.masses)
+            if any(rival.needs_reference for rival in rivals):
+                self.witness = Witness(self.masses, max(rival.lookahead() for rival in rivals))
+            self.reference.rival = Reference(masses=self.masses, witness=self.witness)
         self.results: list[SystemResult] = []
         self.caches: list[Any] = []
-        for choice in choices:
-            self._enter(choice, choices)
+        for choice, rival in zip(choices, rivals, strict=True):
+            self._enter(choice, rival, choices)
         self.residency: list[Tensor] = []
         self.churn: list[list[float]] = [[] for _ in choices]
 
-    def _enter(self, choice: SystemChoice, choices: list[SystemChoice]) -> None:
-        rival = registry.rival(choice.name, choice.parameters)
+    def _enter(self, choice: SystemChoice, rival: Rival, choices: list[SystemChoice]) -> None:
         info = next(info for info in registry.systems() if info.name == choice.name)
         budget: BudgetSpec | None = choice.budget or self.options.budget
         prompt, new = len(self.ids), self.new_tokens
@@ -153,7 +158,9 @@ class _Comparison:
             )
         if not rival.budgeted:
             budget = None
-        run = RunPlan(budget, new, self.options.kv_dtype, self.options.seed, self.loaded.tokenizer)
+        options = self.options
+        run = RunPlan(budget, new, options.kv_dtype, options.seed, self.loaded.tokenizer, self.witness)
+        rival.check_run(run)
         rival.check(self.shape, self.shape.head_dim)
         expected = rival.account(self.shape, prompt, new - 1, run)
         said = None
@@ -195,80 +202,68 @@ class _Comparison:
         if len(self.ids) > done:
             yield self._result([], None, prefill, began, stopped=True)
             return
-        with torch.inference_mode():
-            self.reference.settle()
-            for cache, result in zip(self.caches, self.results, strict=True):
-                at = time.perf_counter()
-                cache.settle()
-                result.compress_ms = (time.perf_counter() - at) * 1e3
+        self._settle([self.reference])
         if self.options.mode == "teacher":
-            yield from self._teacher(logits, stopped, prefill, began)
+            yield from self._teacher(int(logits.argmax()), stopped, prefill, began)
         else:
+            self._settle(self.caches)
             yield from self._free(logits, stopped, prefill, began)
 
     def _teacher(
-        self, logits: Tensor, stopped: Callable[[], bool], prefill: float, began: float
+        self, first: int, stopped: Callable[[], bool], prefill: float, began: float
     ) -> Iterator[Progress | CompareStep | CompareResult]:
-        ends = eos_ids(self.loaded)
+        probe = OutputProbe(self.loaded.model, self.reference.managed_layers)
+        leader = Leader(
+            lambda token: self._step(0, self.reference, token),
+            probe,
+            first,
+            limit=self.new_tokens - 1,
+            ends=() if self.options.ignore_eos else eos_ids(self.loaded),
+            ahead=0 if self.witness is None else self.witness.ahead,
+        )
+        with probe:
+            leader.run_ahead()
+        self._settle(self.caches)
+        with probe:
+            yield from self._follow(leader, probe, first, stopped, prefill, began)
+
+    def _follow(
+        self,
+        leader: Leader,
+        probe: OutputProbe,
+        first: int,
+        stopped: Callable[[], bool],
+        prefill: float,
+        began: float,
+    ) -> Iterator[Progress | CompareStep | CompareResult]:
         decoder = PieceDecoder(self.loaded.tokenizer)
-        tokens = [int(logits.argmax())]
-        pieces = [decoder.push(tokens[0])]
-        losses: list[list[float]] = [[] for _ in range(len(self.caches) + 1)]
-        errors: list[Tensor] = []
-        agreed: list[list[bool]] = [[] for _ in self.caches]
+        tokens = [first]
+        pieces = [decoder.push(first)]
+        tally = Tally(self.results)
         self._look()
         halted = False
-        with OutputProbe(self.loaded.model, self.reference.managed_layers) as probe:
-            for step in range(self.new_tokens - 1):
-                if tokens[-1] in ends and not self.options.ignore_eos:
-                    break
-                halted = stopped()
-                if halted:
-                    break
-                truth = self._step(0, self.reference, tokens[-1]).log_softmax(-1)
-                outputs = probe.take()
-                choice = int(truth.argmax())
-                losses[0].append(-float(truth[choice]))
-                kl, agrees, error = [], [], []
-                for number, cache in enumerate(self.caches):
-                    own = self._step(number + 1, cache, tokens[-1]).log_softmax(-1)
-                    error.append(relative_error(probe.take(), outputs))
-                    divergence = float((truth.exp() * (truth - own)).sum().clamp_min(0.0))
-                    kl.append(divergence)
-                    agrees.append(int(own.argmax()) == choice)
-                    agreed[number].append(agrees[-1])
-                    losses[number + 1].append(-float(own[choice]))
-                    self.results[number].kl_steps.append(divergence)
-                errors.append(torch.stack(error))
-                tokens.append(choice)
-                pieces.append(decoder.push(choice))
-                if (step + 1) % self.options.interval == 0:
-                    self._look()
-                yield CompareStep(step, choice, pieces[-1], tuple(kl), tuple(agrees))
+        while leader.more and not (halted := stopped()):
+            led = leader.next()
+            if self.witness is not None:
+                self.witness.pass_step()
+            tally.begin(led.truth, led.choice)
+            found = []
+            for number, cache in enumerate(self.caches):
+                own = self._step(number + 1, cache, led.fed).log_softmax(-1)
+                found.append(tally.add(number, own, led.truth, led.choice, probe.take(), led.outputs))
+            step = len(tokens) - 1
+            tokens.append(led.choice)
+            pieces.append(decoder.push(led.choice))
+            if (step + 1) % self.options.interval == 0:
+                self._look()
+            yield CompareStep(
+                step, led.choice, pieces[-1], tuple(kl for kl, _ in found), tuple(agrees for _, agrees in found)
+            )
         if self.masses is not None:
             self.masses.finish()
-        self._measure(losses, errors, agreed)
+        tally.finish(self.masses, self.churn)
         text = "".join(pieces) + decoder.flush()
-        yield self._result(tokens, text, prefill, began, stopped=halted, losses=losses[0])
-
-    def _measure(self, losses: list[list[float]], errors: list[Tensor], agreed: list[list[bool]]) -> None:
-        """Fills in what the teacher-forced steps have shown."""
-        if not losses[0]:
-            return
-        truth = _perplexity(losses[0])
-        mean = torch.stack(errors).mean(0) if errors[0].numel() else None
-        for number, result in enumerate(self.results):
-            result.kl = sum(result.kl_steps) / len(result.kl_steps)
-            result.agreement = sum(agreed[number]) / len(agreed[number])
-            result.perplexity = _perplexity(losses[number + 1])
-            result.perplexity_difference = result.perplexity - truth
-            result.output_error = [] if mean is None else [float(value) for value in mean[number]]
-            if self.masses is not None and self.masses.closed[number]:
-                result.future = self.masses.closed[number]
-                result.fmm = sum(event.fmm for event in result.future) / len(result.future)
-                result.fmm_fp_only = sum(event.fp_only for event in result.future) / len(result.future)
-            if self.churn[number]:
-                result.churn = sum(self.churn[number]) / len(self.churn[number])
+        yield self._result(tokens, text, prefill, began, stopped=halted, perplexity=tally.perplexity)
 
     def _free(
         self, logits: Tensor, stopped: Callable[[], bool], prefill: float, began: float
@@ -279,16 +274,20 @@ class _Comparison:
         halted = False
         for number, cache in enumerate([self.reference, *self.caches]):
             tokens = [int(logits.argmax())]
-            for _ in range(self.new_tokens - 1):
+            self._look_at(number - 1)
+            for step in range(self.new_tokens - 1):
                 halted = halted or stopped()
                 if halted or (tokens[-1] in ends and not self.options.ignore_eos):
                     break
                 tokens.append(int(self._step(number, cache, tokens[-1]).argmax()))
+                if (step + 1) % self.options.interval == 0:
+                    self._look_at(number - 1)
                 yield Progress("decode", number * self.new_tokens + len(tokens), total)
             runs.append(tokens)
-        texts = ["".join(pieces_of(self.loaded.tokenizer, tokens)) for tokens in runs]
-        for tokens, text, result in zip(runs[1:], texts[1:], self.results, strict=True):
-            result.token_ids, result.text = tokens, text
+        pieces = [pieces_of(self.loaded.tokenizer, tokens) for tokens in runs]
+        texts = ["".join(own) for own in pieces]
+        for tokens, own, text, result in zip(runs[1:], pieces[1:], texts[1:], self.results, strict=True):
+            result.token_ids, result.pieces, result.text = tokens, own, text
             pairs = enumerate(zip(tokens, runs[0], strict=False))
             shorter = min(len(tokens), len(runs[0]))
             same = len(tokens) == len(runs[0])
@@ -296,6 +295,16 @@ class _Comparison:
         yield self._result(runs[0], texts[0], prefill, began, stopped=halted)
 
     # ---- work ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def _settle(self, caches: Sequence[Any]) -> None:
+        """Ends the prompt of some caches."""
+        for cache in caches:
+            at = time.perf_counter()
+            cache.settle()
+            for own, result in zip(self.caches, self.results, strict=True):
+                if own is cache:
+                    result.compress_ms = (time.perf_counter() - at) * 1e3
 
     @torch.inference_mode()
     def _step(self, number: int, cache: Any, token: int) -> Tensor:
@@ -319,6 +328,9 @@ class _Comparison:
     def _look(self) -> None:
         """Residency of every system now: an event for the masses, a frame, and churn."""
         now = [cache.residency() for cache in self.caches]
+        if not self.residency:
+            for number in same_sets(now):
+                self.results[number].notices.append("same_set")
         if self.masses is not None:
             self.masses.boundary(now)
         for number, (table, result) in enumerate(zip(now, self.results, strict=True)):
@@ -328,6 +340,13 @@ class _Comparison:
                 result.frames.append(frame(table, self.options.sink_tokens, self.options.interval))
         self.residency = now
 
+    @torch.inference_mode()
+    def _look_at(self, number: int) -> None:
+        """A frame of one system that goes its own way; -1 is the reference, which needs none."""
+        if number >= 0 and self.options.frames:
+            table = self.caches[number].residency()
+            self.results[number].frames.append(frame(table, self.options.sink_tokens, self.options.interval))
+
     def _result(
         self,
         tokens: list[int],
@@ -336,7 +355,7 @@ class _Comparison:
         began: float,
         *,
         stopped: bool,
-        losses: list[float] | None = None,
+        perplexity: float | None = None,
     ) -> CompareResult:
         for result, cache, times in zip(self.results, self.caches, self.times[1:], strict=True):
             length = max(1, int(cache.get_seq_length(self.reference.managed_layers[0])))
@@ -355,17 +374,13 @@ class _Comparison:
             pieces=pieces_of(self.loaded.tokenizer, self.ids + tokens),
             kv_dtype=str(stored).removeprefix("torch."),
             full_kv_bytes=self.shape.full_kv_bytes(len(self.ids) + max(0, len(tokens) - 1)),
-            perplexity=_perplexity(losses) if losses else None,
+            perplexity=perplexity,
             reference_ms_per_token=_median_ms(self.times[0]),
             prefill_ms=prefill * 1e3,
             seconds=time.perf_counter() - began,
             stopped=stopped,
             systems=self.results,
         )
-
-
-def _perplexity(losses: list[float]) -> float:
-    return math.exp(sum(losses) / len(losses))
 
 
 def _median_ms(times: list[float]) -> float:

@@ -5,8 +5,8 @@ Knows residency tables, no models and no caches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -96,11 +96,16 @@ class Frame:
     """What a system held at one look: shares of each window in [0, 255], uint8 [rows, windows].
 
     Rows are layers, or layers x KV heads where heads differ. What is in neither was evicted.
+
+    Attributes:
+        columns: tokens known at this look.
+        sink: shares of the columns in front of window 0, uint8 [rows, 2]: full precision, codes.
     """
 
     columns: int
     full: NDArray[np.uint8]
     quant: NDArray[np.uint8]
+    sink: NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -109,7 +114,8 @@ class SystemResult:
 
     Attributes:
         label, family, keeps, storage: see `registry.SystemInfo`.
-        notices: text keys of what a user should know, such as "window_shrunk", "sinks_quantized", "bytes_nominal".
+        notices: text keys of what a user should know, such as "window_shrunk", "sinks_quantized", "bytes_nominal",
+            and "same_set" where the prompt's end leaves another system the very same tokens.
         bytes, allocated_bytes: persistent at the end; the second with spare room. expected_bytes: the accountant's.
         share: bytes over FullKV's in the same kv_dtype and at the same length.
         full_tokens, quant_tokens: mean share of all tokens, prompt and new, that a head holds at the end.
@@ -119,7 +125,7 @@ class SystemResult:
             included.
         fmm, fmm_fp_only: mean future missed mass; `future` holds every event.
         churn: mean 1 - |A ∩ B| / |A ∪ B| of resident positions between two looks, on those known at both.
-        text, token_ids, first_difference: free mode; index of the first token that differs from FullKV's.
+        text, token_ids, pieces, first_difference: free mode; index of the first token that differs from FullKV's.
     """
 
     name: str
@@ -150,13 +156,14 @@ class SystemResult:
     churn: float | None = None
     text: str | None = None
     token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
     first_difference: int | None = None
     frames: list[Frame] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON, without frames."""
-        values = asdict(self)
-        values.pop("frames")
+        """Plain values for JSON, without frames and pieces."""
+        values = asdict(replace(self, frames=[], pieces=[]))
+        del values["frames"], values["pieces"]
         return values
 
 
@@ -207,16 +214,24 @@ def churn(before: Tensor, after: Tensor) -> float:
     return float(torch.where(union > 0, 1.0 - kept / union.clamp_min(1), 0.0).mean())
 
 
+def same_sets(tables: Sequence[Tensor]) -> list[int]:
+    """Which systems, by number, have dropped something and hold exactly what another one holds: a comparison of
+    equal sets says nothing about how they were chosen."""
+    dropped = [number for number, table in enumerate(tables) if bool((table == Tier.EVICTED).any())]
+    return [a for a in dropped if any(a != b and torch.equal(tables[a], tables[b]) for b in dropped)]
+
+
 def frame(residency: Tensor, sink_tokens: int, window_size: int) -> Frame:
     """Shares of every window in Full and Quant.
 
     Args:
-        residency: uint8 [layers, H_kv, columns]. sink_tokens: columns in front of window 0, left out.
+        residency: uint8 [layers, H_kv, columns]. sink_tokens: columns in front of window 0.
     """
-    table = residency[:, :, sink_tokens:]
+    table = residency
     if table.shape[1] > 1 and bool((table == table[:, :1]).all()):
         table = table[:, :1]
-    rows = table.flatten(0, 1)
+    first = table[:, :, :sink_tokens].flatten(0, 1)
+    rows = table[:, :, sink_tokens:].flatten(0, 1)
     columns = rows.shape[1]
     windows = -(-columns // window_size)
     spare = windows * window_size - columns
@@ -228,4 +243,6 @@ def frame(residency: Tensor, sink_tokens: int, window_size: int) -> Frame:
         out: NDArray[np.uint8] = part.round().to(torch.uint8).cpu().numpy()
         return out
 
-    return Frame(residency.shape[2], shares(Tier.FULL), shares(Tier.QUANT))
+    kept = torch.stack([(first == tier).sum(-1) * 255 / max(1, first.shape[1]) for tier in (Tier.FULL, Tier.QUANT)], -1)
+    sink: NDArray[np.uint8] = kept.round().to(torch.uint8).cpu().numpy()
+    return Frame(residency.shape[2], shares(Tier.FULL), shares(Tier.QUANT), sink)

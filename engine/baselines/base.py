@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.attention.softmax import attend, merge
-from engine.baselines.matching import BudgetSpec
+from engine.baselines.matching import RUNNING, BudgetSpec
 from engine.budget import KVShape
 from engine.config import KV_DTYPES
 from engine.errors import ConfigError
@@ -42,6 +42,7 @@ class RunPlan:
         kv_dtype: what full-precision tokens are stored in; "model" keeps the model's own.
         seed: of everything random.
         tokenizer: of the model, for systems that calibrate on a bundled text.
+        witness: FullKV beside a teacher-forced comparison, for oracles; None everywhere else.
     """
 
     budget: BudgetSpec | None = None
@@ -49,12 +50,18 @@ class RunPlan:
     kv_dtype: str = "model"
     seed: int = 0
     tokenizer: Any = None
+    witness: Any = None
 
     def __post_init__(self) -> None:
         if self.kv_dtype not in KV_DTYPES:
             raise ConfigError(f"kv_dtype must be one of {', '.join(KV_DTYPES)}, got {self.kv_dtype!r}.")
         if self.planned_new_tokens < 0:
             raise ConfigError(f"planned_new_tokens must be 0 or more, got {self.planned_new_tokens}.")
+
+    @property
+    def running(self) -> bool:
+        """Whether the budget grows with the sequence."""
+        return self.budget is not None and self.budget.reference == RUNNING
 
     def stored(self, model_dtype: torch.dtype) -> torch.dtype:
         """The dtype of full-precision tokens."""
@@ -194,6 +201,8 @@ class Rival:
         family: "exact", "evict" or "quantize". keeps: "exact", "lossy" or "recoverable".
         storage: "real", or "simulated" where bytes are not what they would be.
         budgeted: whether a budget decides what it keeps; else it has an operating point of its own.
+        grows: whether it can hold a share of FullKV's bytes of every step, not only of the planned end.
+        needs_reference: whether it looks at FullKV's own attention, which only a teacher-forced comparison has.
     """
 
     name: ClassVar[str] = ""
@@ -202,6 +211,29 @@ class Rival:
     keeps: ClassVar[str] = "lossy"
     storage: ClassVar[str] = "real"
     budgeted: ClassVar[bool] = True
+    grows: ClassVar[bool] = False
+    needs_reference: ClassVar[bool] = False
+
+    def lookahead(self) -> int:
+        """Steps that FullKV must be ahead of it."""
+        return 0
+
+    def check_run(self, run: RunPlan) -> None:
+        """Refuses a run that it has no place in, before any work.
+
+        Raises:
+            ConfigError: names the system and says why.
+        """
+        if self.needs_reference and run.witness is None:
+            raise ConfigError(
+                f"{self.name} ranks by FullKV's own attention on the same tokens, which only a teacher-forced "
+                "comparison has: compare it there (not free-running, and not by model.generate)."
+            )
+        if run.running and not self.grows:
+            raise ConfigError(
+                f"{self.name} can't follow a running budget: what it holds is settled at the prompt's end, and all "
+                "new tokens stay. Match at prompt+new or prompt instead."
+            )
 
     def needs(self) -> Needs:
         """What the prompt's forward must collect."""
@@ -236,6 +268,7 @@ class Rival:
         """A transformers cache for `model`."""
         from engine.baselines.rival_cache import RivalCache
 
+        self.check_run(run)
         return RivalCache(model, self, run)
 
 

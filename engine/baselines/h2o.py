@@ -6,6 +6,7 @@ new token takes the slot of the lightest token that is not recent.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,11 +24,15 @@ UNBOUNDED = 2**31
 
 
 class HeavyPool(Resident):
-    """Slots [B, H_kv, n, d] in no order, with a score and a column each; column -1 = padding or empty."""
+    """Slots [B, H_kv, n, d] in no order, with a score and a column each; column -1 = padding or empty.
 
-    def __init__(self, part: Staged, context: Context, capacity: int) -> None:
+    Args:
+        size: how many tokens a head may hold once so many columns are known; never falls.
+    """
+
+    def __init__(self, part: Staged, context: Context, size: Callable[[int], int]) -> None:
         batch, heads, tokens, _ = part.key.shape
-        self._capacity, self._columns = capacity, 0
+        self._size, self._columns = size, 0
         self._padded = any(context.pads)
         device = part.key.device
         self._dtype = context.dtype
@@ -37,7 +42,8 @@ class HeavyPool(Resident):
         self.column = torch.zeros(batch, heads, 0, dtype=torch.int32, device=device)
         self.used = 0
         self._take(part.key, part.value, sums_of(part, heads), context.valid(), tokens)
-        self._reserve(min(capacity, tokens + context.run.planned_new_tokens))
+        planned = tokens + context.run.planned_new_tokens
+        self._reserve(min(size(planned), planned))
 
     def _take(self, key: Tensor, value: Tensor, sums: Tensor, valid: Tensor, tokens: int) -> None:
         """Old slots and `tokens` new ones compete for the capacity."""
@@ -59,6 +65,10 @@ class HeavyPool(Resident):
         self.used = keep
 
     @property
+    def _capacity(self) -> int:
+        return self._size(self._columns)
+
+    @property
     def _recent(self) -> int:
         return self._capacity // 2
 
@@ -77,7 +87,7 @@ class HeavyPool(Resident):
             self._put(key[:, :, token : token + 1], value[:, :, token : token + 1])
 
     def _put(self, key: Tensor, value: Tensor) -> None:
-        if self.used < self._capacity:
+        if self.used < self._size(self._columns + 1):
             if self.used == self.key.shape[2]:
                 self._reserve(self.used + GROW)
             slot = torch.full(key.shape[:2], self.used, device=key.device)
@@ -166,12 +176,13 @@ class H2O(Rival):
 
     name = "h2o"
     label = "systems.h2o"
+    grows = True
 
     def needs(self) -> Needs:
         return Needs(column_sums=True)
 
     def capacity(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> int:
-        """n: tokens that a head holds, new ones included.
+        """n: tokens that a head holds, new ones included; under a running budget, once `prompt_tokens` are known.
 
         Raises:
             BudgetError: fewer than 2.
@@ -182,7 +193,7 @@ class H2O(Rival):
             run.budget,
             shape,
             prompt_tokens,
-            run.planned_new_tokens,
+            0 if run.running else run.planned_new_tokens,
             fixed=0,
             per_token=shape.token_bytes + SLOT_BYTES * shape.num_kv_heads,
             smallest=2,
@@ -190,9 +201,15 @@ class H2O(Rival):
         )
 
     def account(self, shape: KVShape, prompt_tokens: int, generated: int, run: RunPlan) -> int:
-        held = min(prompt_tokens + generated, self.capacity(shape, prompt_tokens, run))
+        columns = prompt_tokens + generated
+        held = min(columns, self.capacity(shape, columns if run.running else prompt_tokens, run))
         return shape.num_layers * held * (shape.token_bytes + SLOT_BYTES * shape.num_kv_heads)
 
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
-        capacity = self.capacity(context.shape, context.columns, context.run)
-        return [HeavyPool(part, context, capacity) for part in staged]
+        run, shape = context.run, context.shape
+        fixed = self.capacity(shape, context.columns, run)
+
+        def size(columns: int) -> int:
+            return self.capacity(shape, columns, run) if run.running else fixed
+
+        return [HeavyPool(part, context, size) for part in staged]

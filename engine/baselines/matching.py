@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from engine.budget import KVShape
 from engine.errors import BudgetError, ConfigError
 
-REFERENCES = ("prompt", "prompt+new")
+RUNNING = "running"
+REFERENCES = ("prompt", "prompt+new", RUNNING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +24,8 @@ class BudgetSpec:
         total_bytes: for the whole model and one batch row.
         tokens: as many bytes as this many full-precision tokens take in every layer.
         reference: the length at which bytes are matched: "prompt+new" (default) or "prompt", which leaves the
-            generated tokens out, as some published comparisons do.
+            generated tokens out, as some published comparisons do; or "running": the share of FullKV's bytes at
+            every step's own length, for systems whose storage can follow (`Rival.grows`).
     """
 
     share: float | None = None
@@ -43,6 +45,8 @@ class BudgetSpec:
             raise ConfigError(f"a budget must be positive, got {given[0]}.")
         if self.reference not in REFERENCES:
             raise ConfigError(f"reference must be one of {', '.join(REFERENCES)}, got {self.reference!r}.")
+        if self.reference == RUNNING and self.share is None:
+            raise ConfigError("a running budget must be a share: bytes and tokens do not grow with the sequence.")
 
     @property
     def whole(self) -> bool:
@@ -50,8 +54,8 @@ class BudgetSpec:
         return self.share == 1.0
 
     def length(self, prompt_tokens: int, new_tokens: int) -> int:
-        """Tokens at which bytes are matched."""
-        return prompt_tokens + (new_tokens if self.reference == "prompt+new" else 0)
+        """Tokens at which bytes are matched. A running budget is asked for a step: its columns, and 0 new tokens."""
+        return prompt_tokens + (0 if self.reference == "prompt" else new_tokens)
 
     def model_bytes(self, shape: KVShape, prompt_tokens: int, new_tokens: int) -> int:
         """The budget in bytes: whole model, one row."""

@@ -1,4 +1,4 @@
-"""Attention outputs of the newest token, layer by layer, read in front of each output projection.
+"""Attention outputs of the newest token, or of all tokens, layer by layer, read in front of each output projection.
 
 Works with any cache and any attention function. Hooks are removed at the end, also after an exception.
 """
@@ -18,9 +18,11 @@ class OutputProbe:
 
     Args:
         layers: model layers to read. A model without `o_proj` modules yields empty tensors.
+        every_token: read all tokens of a forward, not the newest alone.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: list[int]) -> None:
+    def __init__(self, model: PreTrainedModel, layers: list[int], *, every_token: bool = False) -> None:
+        self._every_token = every_token
         self._found: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._modules: list[tuple[int, nn.Module, int]] = []
@@ -33,11 +35,11 @@ class OutputProbe:
     def __enter__(self) -> OutputProbe:
         for index, projection, dim in self._modules:
 
-            def read(_: nn.Module, inputs: tuple[Tensor, ...], index: int = index, dim: int = dim) -> None:
-                last = inputs[0][0, -1].float()
-                self._found[index] = last.view(-1, dim) if dim else last.view(1, -1)
+            def look(_: nn.Module, inputs: tuple[Tensor, ...], index: int = index, dim: int = dim) -> None:
+                read = inputs[0][0] if self._every_token else inputs[0][0, -1]
+                self._found[index] = read.float().unflatten(-1, (-1, dim) if dim else (1, -1))
 
-            self._handles.append(projection.register_forward_pre_hook(read))
+            self._handles.append(projection.register_forward_pre_hook(look))
         return self
 
     def __exit__(
@@ -48,7 +50,10 @@ class OutputProbe:
         self._handles.clear()
 
     def take(self) -> Tensor:
-        """float32 [layers, heads, d] of the last forward's newest token; forgets it."""
+        """float32 [layers, heads, d] of the last forward's newest token, or [layers, tokens, heads, d] of every token.
+
+        Forgets it.
+        """
         rows = [self._found[index] for index in sorted(self._found)]
         self._found = {}
         return torch.stack(rows) if rows else torch.empty(0, 1, 1)

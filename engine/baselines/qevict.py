@@ -1,23 +1,25 @@
 """QEvict among its rivals: the same configuration, asked the same questions.
 
-R1 token level, R2 no Quant tier, R3 the default, R4 windows of 32, INT4, promotion off: all are settings.
+R1 token level, R2 no Quant tier, R3 the default, R4 windows of 32, INT4, promotion off: all are settings. R3's Full
+tier alone is a way to look at R3's own run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.baselines.base import Rival, RunPlan
-from engine.budget import KVShape, make_plan
-from engine.cache import QEvictCache
+from engine.budget import KVShape, Plan, make_plan
+from engine.cache import QEvictCache, larger_plan
 from engine.config import QEvictConfig
 from engine.trace import Tier
+from engine.windows import Grid
 
 
 class TieredCache(QEvictCache):
@@ -27,11 +29,20 @@ class TieredCache(QEvictCache):
     compress_seconds = 0.0
     late_budget: Callable[[KVShape, int], QEvictConfig] | None = None
     """Settings that need the prompt's length, asked for when capacities are fixed."""
+    running = False
+    """Whether pools grow at every event, to the share of FullKV's bytes at that length."""
 
     def _allocate(self) -> None:
         if self.late_budget is not None and not self._plans:
             self.config = self.late_budget(self.kv_shape, self.state.columns)
         super()._allocate()
+
+    def _route(self) -> None:
+        if self.running and self.state.store is not None and self.state.staging is None:
+            self._plans = grown(self._plans, self.config, self.kv_shape, self.state.columns, self.state.pads)
+            if self.state.store.plans != self._plans:
+                self.state.store.grow(self._plans)
+        super()._route()
 
     def persistent_tensors(self) -> dict[str, Tensor]:
         """All pools; empty while the prompt is staged."""
@@ -69,6 +80,13 @@ class TieredCache(QEvictCache):
         return out
 
 
+def grown(plans: Sequence[Plan], config: QEvictConfig, shape: KVShape, columns: int, pads: Sequence[int]) -> list[Plan]:
+    """The plans of all rows at an event of a running budget: capacities for `columns`, never smaller than before."""
+    config = config.replace(local_tokens=plans[0].local_tokens, planned_new_tokens=0)
+    new = [make_plan(config, shape, max(1, columns), padded=pad > 0) for pad in pads]
+    return [larger_plan(old, later) for old, later in zip(plans, new, strict=True)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class QEvict(Rival):
     """Recoverable quantized eviction. Parameters are those of `QEvictConfig`; the budget comes from the run."""
@@ -77,6 +95,8 @@ class QEvict(Rival):
     label = "systems.qevict"
     family = "tiers"
     keeps = "recoverable"
+    grows = True
+    cache: ClassVar[type[TieredCache]] = TieredCache
 
     window_size: int = 8
     sink_tokens: int = 5
@@ -97,9 +117,9 @@ class QEvict(Rival):
     def config(self, run: RunPlan, shape: KVShape | None = None, prompt_tokens: int = 0) -> QEvictConfig:
         """The settings of a run. A budget matched at the prompt alone needs the prompt's length."""
         values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        values |= {"kv_dtype": run.kv_dtype, "planned_new_tokens": run.planned_new_tokens}
+        values |= {"kv_dtype": run.kv_dtype, "planned_new_tokens": 0 if run.running else run.planned_new_tokens}
         budget = run.budget
-        if budget is not None and budget.share is not None and budget.reference == "prompt+new":
+        if budget is not None and budget.share is not None and budget.reference != "prompt":
             values["kv_budget"] = budget.share
         elif budget is not None and shape is not None:
             values["kv_budget_bytes"] = budget.model_bytes(shape, prompt_tokens, run.planned_new_tokens)
@@ -108,15 +128,46 @@ class QEvict(Rival):
         return QEvictConfig(**values)
 
     def account(self, shape: KVShape, prompt_tokens: int, generated: int, run: RunPlan) -> int:
-        plan = make_plan(self.config(run, shape, prompt_tokens), shape, prompt_tokens)
+        config = self.config(run, shape, prompt_tokens)
+        plan = make_plan(config, shape, prompt_tokens)
+        if run.running:
+            grid = Grid(config.window_size, config.sink_tokens)
+            for columns in range(prompt_tokens + 1, prompt_tokens + generated + 1):
+                if grid.ages_at(columns, config.interval):
+                    plan = grown([plan], config, shape, columns, [0])[0]
         return plan.persistent_bytes * shape.num_layers
 
     def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
         return make_plan(self.config(run, shape, prompt_tokens), shape, prompt_tokens).notices
 
     def build(self, model: PreTrainedModel, run: RunPlan) -> TieredCache:
-        cache = TieredCache(model, self.config(run))
+        self.check_run(run)
+        cache = self.cache(model, self.config(run))
+        cache.running = run.running
         budget = run.budget
         if budget is not None and (budget.tokens is not None or budget.reference == "prompt"):
             cache.late_budget = lambda shape, columns: self.config(run, shape, columns)
         return cache
+
+
+class FullTierCache(TieredCache):
+    """R3's run, with Quant counted as out of reach."""
+
+    def residency(self) -> Tensor:
+        table = super().residency()
+        table[table == Tier.QUANT] = int(Tier.EVICTED)
+        return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class FullTierOnly(QEvict):
+    """R3-FP-tier-only, the article's diagnostic: R3's run, bytes included, with Quant counted as inaccessible.
+
+    Missed mass, churn and residency are those of the Full tier alone; logits and outputs are R3's own.
+    """
+
+    label = "systems.qevict_r3_fp_only"
+    cache = FullTierCache
+
+    def notices(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> list[str]:
+        return ["fp_only", *super().notices(shape, prompt_tokens, run)]

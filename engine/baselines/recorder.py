@@ -8,15 +8,20 @@ head-granular systems are measured exactly. Batch row 0.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from engine.baselines.base import Context, Resident, Staged
+from engine.baselines.base import Context, Needs, Resident, Staged
 from engine.baselines.fullkv import FullKV
 from engine.baselines.kept import RectKept
 from engine.trace import Tier
+
+if TYPE_CHECKING:
+    from engine.baselines.witness import Witness
 
 
 @dataclass(slots=True)
@@ -122,8 +127,8 @@ class FutureMasses:
 class Recorded(Resident):
     """FullKV of one layer whose decode steps hand out their probabilities."""
 
-    def __init__(self, inner: RectKept, layer: int, masses: FutureMasses) -> None:
-        self.inner, self._layer, self._masses = inner, layer, masses
+    def __init__(self, inner: RectKept, layer: int, told: Callable[[int, Tensor], None]) -> None:
+        self.inner, self._layer, self._told = inner, layer, told
 
     def append(self, key: Tensor, value: Tensor) -> None:
         self.inner.append(key, value)
@@ -139,7 +144,7 @@ class Recorded(Resident):
         logits = query[0].reshape(kv, heads // kv, -1).float() @ keys[0].float().transpose(-1, -2) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        self._masses.add(self._layer, (logits.flatten(0, 1) - lse[0]).exp())
+        self._told(self._layer, (logits.flatten(0, 1) - lse[0]).exp())
         return out.to(query.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -157,16 +162,23 @@ class Recorded(Resident):
 
 @dataclass(frozen=True, kw_only=True)
 class Reference(FullKV):
-    """FullKV that records."""
+    """FullKV that records.
+
+    masses: told every step. witness: told instead, and passes steps on when the systems reach them.
+    """
 
     masses: FutureMasses | None = None
+    witness: Witness | None = None
+
+    def needs(self) -> Needs:
+        return Needs(column_sums=self.witness is not None)
 
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
         plain = FullKV.compress(self, staged, context)
-        masses = self.masses
-        if masses is None:
+        told = self.witness or self.masses
+        if told is None:
             return plain
-        return [
-            Recorded(resident, layer, masses) if isinstance(resident, RectKept) else resident
-            for layer, resident in enumerate(plain)
-        ]
+        kept = [resident for resident in plain if isinstance(resident, RectKept)]
+        if self.witness is not None:
+            self.witness.begin([part.column_sums for part in staged if part.column_sums is not None], kept)
+        return [Recorded(resident, layer, told.add) for layer, resident in enumerate(kept)]

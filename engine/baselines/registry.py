@@ -24,7 +24,8 @@ from engine.baselines.kivi import Kivi
 from engine.baselines.kvquant import KVQuant
 from engine.baselines.matching import BudgetSpec
 from engine.baselines.observation import GROUPS, POOLS
-from engine.baselines.qevict import QEvict
+from engine.baselines.oracle import FutureOracle, PastOracle
+from engine.baselines.qevict import FullTierOnly, QEvict
 from engine.baselines.random_windows import RandomWindows
 from engine.baselines.snapkv import SnapKV
 from engine.baselines.streaming import POSITIONS, StreamingLLM
@@ -39,9 +40,12 @@ _SYSTEMS: tuple[tuple[str, type[Rival], dict[str, Any]], ...] = (
     ("qevict", QEvict, {}),
     ("qevict-r1", QEvict, {"window_size": 1, "quant_share": 0.0}),
     ("qevict-r2", QEvict, {"quant_share": 0.0}),
+    ("qevict-r3-fp-only", FullTierOnly, {}),
     ("qevict-r4", QEvict, {"window_size": 32}),
     ("qevict-int4", QEvict, {"bits": 4}),
     ("qevict-no-promotion", QEvict, {"promotion": False}),
+    ("oracle-past", PastOracle, {}),
+    ("oracle-future", FutureOracle, {}),
     ("streamingllm", StreamingLLM, {}),
     ("snapkv", SnapKV, {}),
     ("adakv", AdaKV, {}),
@@ -90,6 +94,8 @@ class SystemInfo:
         label: text key of the name; `label` + "_line" is the one-line description, `label` + "_loss" what is lost.
         family: "exact", "evict", "quantize" or "tiers". keeps: "exact", "lossy" or "recoverable".
         storage: "real" or "simulated". budgeted: whether a budget decides what it keeps.
+        grows: whether it can follow a running budget. needs_reference: whether it exists only in a teacher-forced
+            comparison.
         unavailable: why it can't run here; None where it can.
     """
 
@@ -99,6 +105,8 @@ class SystemInfo:
     keeps: str
     storage: str
     budgeted: bool
+    grows: bool
+    needs_reference: bool
     parameters: tuple[Parameter, ...]
     unavailable: str | None
 
@@ -115,6 +123,18 @@ def names() -> tuple[str, ...]:
 def systems() -> list[SystemInfo]:
     """All systems with their parameters."""
     return [_info(name, kind, preset) for name, kind, preset in _SYSTEMS]
+
+
+def info(name: str) -> SystemInfo:
+    """One system with its parameters.
+
+    Raises:
+        ConfigError: an unknown name.
+    """
+    for known, kind, preset in _SYSTEMS:
+        if known == name:
+            return _info(name, kind, preset)
+    raise ConfigError(f"unknown system {name!r}; known are {', '.join(names())}.")
 
 
 def rival(name: str, parameters: Mapping[str, Any] | None = None) -> Rival:
@@ -178,6 +198,8 @@ def _info(name: str, kind: type[Rival], preset: dict[str, Any]) -> SystemInfo:
         keeps=kind.keeps,
         storage=kind.storage,
         budgeted=kind.budgeted,
+        grows=kind.grows,
+        needs_reference=kind.needs_reference,
         parameters=_parameters(kind, preset),
         unavailable=missing,
     )

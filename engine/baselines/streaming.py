@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,13 +23,14 @@ UNBOUNDED = 2**31
 def slot_positions(counts: Tensor, sinks: int, recent: int, slots: int) -> Tensor:
     """Which token of its row every slot holds once `counts` [B] tokens have come: int64 [B, slots], -1 = none.
 
-    Slot s < sinks holds token s; the others are a ring over the latest `recent` tokens.
+    Slot s < sinks holds token s; the next `recent` are a ring over the latest tokens; the others are spare.
     """
     place = torch.arange(slots, device=counts.device)[None, :]
     newest = counts[:, None] - 1 - sinks
     ring = newest - torch.remainder(newest - (place - sinks), recent) + sinks
     token = torch.where(place < sinks, place, ring)
-    held = torch.where(place < sinks, place < counts[:, None], (ring >= sinks) & (newest >= 0))
+    inside = (ring >= sinks) & (newest >= 0) & (place < sinks + recent)
+    held = torch.where(place < sinks, place < counts[:, None], inside)
     return torch.where(held, token, -1)
 
 
@@ -38,6 +40,9 @@ class Ring(Resident):
     With `table`, positions are the cache's own: all recent keys moved by the same distance, which a query
     does not notice; only the sinks are seen through a query turned back by the number of dropped tokens.
     The counter is one for the model.
+
+    Args:
+        recent: size of the ring once so many columns are known; never falls.
     """
 
     def __init__(
@@ -45,22 +50,24 @@ class Ring(Resident):
         part: Staged,
         context: Context,
         sinks: int,
-        recent: int,
+        recent: Callable[[int], int],
         counter: Tensor,
         table: RopeTable | None,
         owner: bool,
     ) -> None:
         batch, heads, tokens, dim = part.key.shape
-        self._sinks, self._recent, self._table, self._owner = sinks, recent, table, owner
+        self._sinks, self._size, self._table, self._owner = sinks, recent, table, owner
+        self._recent = recent(tokens)
         self._counter = counter
         self._pad_list = list(context.pads)
         self._pads = torch.tensor(context.pads, device=part.key.device)
         self._columns = tokens
         counts = tokens - self._pads
-        slots = min(sinks + recent, int(counts.max()) + context.run.planned_new_tokens)
+        planned = context.run.planned_new_tokens
+        slots = min(sinks + recent(tokens + planned), int(counts.max()) + planned)
         self.key = torch.zeros(batch, heads, slots, dim, dtype=context.dtype, device=part.key.device)
         self.value = torch.zeros_like(self.key)
-        held = slot_positions(counts, sinks, recent, slots)
+        held = slot_positions(counts, sinks, self._recent, slots)
         column = (held + self._pads[:, None]).clamp_min(0)[:, None, :, None].expand(-1, heads, -1, dim)
         there = (held >= 0)[:, None, :, None]
         self.key.copy_(torch.where(there, part.key.gather(2, column), 0))
@@ -76,6 +83,7 @@ class Ring(Resident):
 
     def append(self, key: Tensor, value: Tensor) -> None:
         for token in range(key.shape[2]):
+            self._widen(self._size(self._columns + 1))
             slots = [self._slot(self._columns - pad) for pad in self._pad_list]
             if max(slots) >= self.key.shape[2]:
                 size = (*self.key.shape[:2], GROW, self.key.shape[3])
@@ -89,6 +97,26 @@ class Ring(Resident):
                 self.value[rows, :, places] = value[:, :, token].to(self.value.dtype)
             self._columns += 1
         self._note()
+
+    def _widen(self, recent: int) -> None:
+        """A larger ring: every token moves to its new slot. What it held stays, what was dropped stays dropped."""
+        if recent <= self._recent:
+            return
+        before = self._held()
+        room = self._sinks + recent - self.key.shape[2]
+        if room > 0 and max(self._columns - pad for pad in self._pad_list) >= self.key.shape[2]:
+            size = (*self.key.shape[:2], max(room, GROW), self.key.shape[3])
+            self.key = torch.cat([self.key, self.key.new_zeros(size)], 2)
+            self.value = torch.cat([self.value, self.value.new_zeros(size)], 2)
+        self._recent = recent
+        after = self._held()
+        # A token's old slot, by token: the slots of the new ring that nobody fills yet read anything at all.
+        old = torch.zeros(before.shape[0], self._columns + 1, dtype=torch.int64, device=before.device)
+        places = torch.arange(before.shape[1], device=before.device).expand_as(before)
+        old.scatter_(1, torch.where(before >= 0, before, self._columns), places)
+        index = old.gather(1, after.clamp_min(0))[:, None, :, None]
+        index = index.expand(-1, self.key.shape[1], -1, self.key.shape[3])
+        self.key, self.value = self.key.gather(2, index), self.value.gather(2, index)
 
     def _slot(self, token: int) -> int:
         """Where a row's token goes."""
@@ -166,6 +194,7 @@ class StreamingLLM(Rival):
 
     name = "streamingllm"
     label = "systems.streamingllm"
+    grows = True
 
     sinks: int = 4
     positions: str = "cache"
@@ -175,7 +204,7 @@ class StreamingLLM(Rival):
         require(self.positions in POSITIONS, f"positions must be one of {', '.join(POSITIONS)}", self.positions)
 
     def recent(self, shape: KVShape, prompt_tokens: int, run: RunPlan) -> int:
-        """R: latest tokens that stay.
+        """R: latest tokens that stay; under a running budget, once `prompt_tokens` are known.
 
         Raises:
             BudgetError: sinks and one recent token do not fit.
@@ -186,7 +215,7 @@ class StreamingLLM(Rival):
             run.budget,
             shape,
             prompt_tokens,
-            run.planned_new_tokens,
+            0 if run.running else run.planned_new_tokens,
             fixed=COUNTER_BYTES,
             per_token=shape.token_bytes,
             smallest=self.sinks + 1,
@@ -195,12 +224,18 @@ class StreamingLLM(Rival):
         return max(1, fits - self.sinks)
 
     def account(self, shape: KVShape, prompt_tokens: int, generated: int, run: RunPlan) -> int:
-        held = min(prompt_tokens + generated, self.sinks + self.recent(shape, prompt_tokens, run))
+        columns = prompt_tokens + generated
+        held = min(columns, self.sinks + self.recent(shape, columns if run.running else prompt_tokens, run))
         return shape.full_kv_bytes(held) + COUNTER_BYTES
 
     def compress(self, staged: list[Staged], context: Context) -> list[Resident]:
-        recent = self.recent(context.shape, context.columns, context.run)
-        table = context.rope() if self.positions == "cache" and recent < UNBOUNDED else None
+        run, shape = context.run, context.shape
+        fixed = self.recent(shape, context.columns, run)
+        table = context.rope() if self.positions == "cache" and fixed < UNBOUNDED else None
+
+        def recent(columns: int) -> int:
+            return self.recent(shape, columns, run) if run.running else fixed
+
         counter = torch.zeros((), dtype=torch.int32)
         return [
             Ring(part, context, self.sinks, recent, counter, table, owner=index == 0)

@@ -90,6 +90,24 @@ def test_qevict_gets_a_quantizers_bytes(tiny: list[str], capsys: pytest.CaptureF
     assert 0.8 * kivi["bytes"] <= qevict["bytes"] <= 1.05 * kivi["bytes"]
 
 
+def test_oracles_and_the_full_tier_alone(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["qevict-r3-fp-only", "oracle-past", "oracle-future", "qevict"]
+    assert main([*COMPARE, "--systems", ",".join(names), "--json"]) == 0
+    alone, past, future, qevict = found(capsys)["systems"]
+    assert past["bytes"] == future["bytes"] == past["expected_bytes"]
+    assert alone["fmm"] == pytest.approx(qevict["fmm_fp_only"], abs=1e-6)
+    assert "no real system can do this" in past["notices"][0] and "QEvict's own run" in alone["notices"][0]
+
+
+def test_a_running_budget(tiny: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--systems", "streamingllm,h2o,kivi-2", "--matched-at", "running", "--json"]) == 0
+    report = found(capsys)
+    assert report["matched_at"] == "running"
+    for system in report["systems"][:2]:
+        assert system["bytes"] == system["expected_bytes"] <= 0.5 * report["full_kv_bytes"]
+    assert report["systems"][2]["budget"] is None
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -105,6 +123,9 @@ def test_qevict_gets_a_quantizers_bytes(tiny: list[str], capsys: pytest.CaptureF
         (["--systems", "qevict,snapkv", "--prompt-file", "/no/such/file"], "exactly one"),
         (["--systems", "qevict,snapkv", "--prompt", "  "], "the prompt is empty"),
         (["--systems", "qevict,snapkv", "--max-new-tokens", "0"], "max_new_tokens"),
+        (["--systems", "qevict,oracle-future", "--free"], "only a teacher-forced comparison has"),
+        (["--systems", "qevict,snapkv", "--matched-at", "running"], "snapkv can't follow a running budget"),
+        (["--systems", "qevict,h2o", "--matched-at", "later"], "reference must be one of"),
     ],
 )
 def test_wrong_input_is_one_sentence_before_any_model(
@@ -147,6 +168,9 @@ def test_the_list_is_the_registry(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["systems"]) == 0
     out = capsys.readouterr().out
     assert "positions=cache of cache|original" in out
+    listed = {line.split()[0]: line for line in out.splitlines() if line[:1].strip()}
+    assert "in teacher-forced comparisons only" in listed["oracle-past"]
+    assert "can follow a running budget" in listed["h2o"] and "running" not in listed["snapkv"]
     assert all(f"\n{name} " in f"\n{out}" for name in registry.names())
 
 

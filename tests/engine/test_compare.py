@@ -13,7 +13,7 @@ from engine.adapter import cache_keyword
 from engine.baselines import registry
 from engine.baselines.recorder import FutureMasses
 from engine.compare import BudgetSpec, CompareOptions, CompareResult, CompareStep, SystemChoice, compare, iter_compare
-from engine.comparison import churn, frame
+from engine.comparison import churn, frame, same_sets
 from engine.errors import BudgetError, ConfigError, PromptError
 from engine.models import LoadedModel
 from engine.trace import Progress, Tier
@@ -163,6 +163,12 @@ def test_free_running(loaded: LoadedModel) -> None:
     assert at is not None
     assert snap.token_ids[:at] == tokens[:at] and snap.token_ids[at] != tokens[at]
     assert snap.text == loaded.tokenizer.decode(snap.token_ids)
+    for system in out.systems:
+        looks = range(0, len(system.token_ids), 8)
+        assert [shot.columns for shot in system.frames] == [out.prompt_tokens + seen for seen in looks]
+        assert "".join(system.pieces) == system.text and len(system.pieces) == len(system.token_ids)
+    assert all((shot.full == 255).all() and (shot.sink == [255, 0]).all() for shot in full.frames)
+    assert any((shot.full < 255).any() for shot in snap.frames)
 
 
 def test_a_window_that_must_shrink_is_named(loaded: LoadedModel) -> None:
@@ -223,12 +229,36 @@ def test_churn_counts_what_changed_among_known_positions() -> None:
     assert churn(torch.full((1, 1, 3), gone), torch.full((1, 1, 3), gone)) == 0.0
 
 
+def test_equal_sets_are_told(loaded: LoadedModel) -> None:
+    """Two methods that keep the same tokens are not two results."""
+    gone, full = torch.full((1, 1, 3), int(Tier.EVICTED)), torch.full((1, 1, 3), int(Tier.FULL))
+    half = torch.tensor([[[int(Tier.EVICTED), int(Tier.FULL), int(Tier.FULL)]]])
+    assert same_sets([full, full, half]) == []
+    assert same_sets([half, full, gone, half.clone()]) == [0, 3]
+    choices = [SystemChoice("snapkv", SMALL), SystemChoice("criticalkv", SMALL | {"first_share": 1.0}), "streamingllm"]
+    snap, critical, streaming = compare(loaded, TEXT, choices, OPTIONS).systems
+    assert snap.notices == critical.notices == ["same_set"] and streaming.notices == []
+
+
 def test_frame_of_token_granular_residency() -> None:
     table = torch.full((1, 2, 11), int(Tier.EVICTED), dtype=torch.uint8)
     table[0, 0, 1:3], table[0, 1, 5:9] = int(Tier.FULL), int(Tier.QUANT)
     shot = frame(table, 1, 4)
     assert shot.full.tolist() == [[128, 0, 0], [0, 0, 0]]
     assert shot.quant.tolist() == [[0, 0, 0], [0, 255, 0]]
+    assert shot.sink.tolist() == [[0, 0], [0, 0]]
+
+
+def test_frame_of_the_first_tokens() -> None:
+    table = torch.full((2, 2, 9), int(Tier.EVICTED), dtype=torch.uint8)
+    table[0, :, :5] = int(Tier.FULL)
+    table[1, 0, :2], table[1, 0, 2:4] = int(Tier.FULL), int(Tier.QUANT)
+    shot = frame(table, 5, 4)
+    assert shot.sink.tolist() == [[255, 0], [255, 0], [102, 102], [0, 0]]
+    assert shot.full.shape == (4, 1)
+    alike = frame(table[:, :1].expand(2, 2, 9), 5, 4)
+    assert alike.sink.tolist() == [[255, 0], [102, 102]]
+    assert frame(table, 0, 4).sink.tolist() == [[0, 0]] * 4
 
 
 def test_future_masses_by_hand() -> None:
