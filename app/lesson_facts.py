@@ -18,6 +18,8 @@ from app.texts import text
 from engine.trace import RoutingEvent, Tier
 from presets.lessons import Lesson
 
+BITS = {"float16": 16, "bfloat16": 16, "float32": 32}
+"""Bits of a number, by the type that keys and values are stored in."""
 MEASURED = ASSETS / "measured.json"
 MEASURED_RATIOS = ("decode_ratio_2048", "decode_ratio_6000", "attention_ratio_8192", "prefill_ratio_2048")
 """Ratios QEvict over FullKV of the same machine, same backend: above 1 is slower."""
@@ -46,6 +48,7 @@ _SAY = {
     "share": lambda value, lang: format_share(value),
     "plain": lambda value, lang: f"{value:.4f}",
     # Of the article: as it prints them.
+    "setting": lambda value, lang: f"{value:g}",
     "percent": lambda value, lang: f"{value:.4g} %",
     "ms": lambda value, lang: f"{value:.5g} {text(lang, 'unit.ms')}",
     "rate": lambda value, lang: f"{value:.5g}",
@@ -69,7 +72,8 @@ def trace_facts(trace: LessonTrace) -> Facts:
         "sink": Fact(meta.sink_tokens, "count"),
         "local": Fact(meta.local_tokens, "count"),
         "bits": Fact(meta.bits, "count"),
-        "q": Fact(meta.quant_share, "share"),
+        "q_set": Fact(meta.quant_share, "setting"),
+        "full_bits": Fact(BITS[meta.kv_dtype], "count"),
         "kv_budget": Fact(meta.kv_budget, "share"),
         "prompt_tokens": Fact(meta.prompt_tokens, "count"),
         "new_tokens": Fact(trace.positions[-1].seq_len - meta.prompt_tokens, "count"),
@@ -117,6 +121,7 @@ def place_facts(trace: LessonTrace, place: Place) -> Facts:
         "used": Fact(memory.persistent, "bytes"),
         "full_kv": Fact(memory.full_kv, "bytes"),
         "used_share": Fact(memory.persistent / memory.full_kv, "share"),
+        "used_times": Fact(memory.full_kv / memory.persistent, "times"),
         "codes": Fact(memory.codes, "bytes"),
         "metadata": Fact(memory.metadata, "bytes"),
         "shadow": Fact(memory.shadow, "bytes"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from app.glossary import bare, marked
 from app.lesson_facts import Fact, Facts, figure_facts, measured, measured_facts, place_facts, trace_facts
 from app.lesson_trace import LessonTrace, Place, load_trace
 from app.settings import ASSETS
@@ -32,22 +33,38 @@ def lesson_texts(lang: str) -> Mapping[str, str]:
 
 
 def say(lang: str, key: str, facts: Facts | None = None) -> str:
-    """A text of the lessons with its figures filled in.
+    """A text of the lessons with its figures filled in, and without its marked terms.
 
     Raises:
         LessonError: there is no such text, or it names a figure that there is not.
     """
+    return _fill(lang, key, bare(_words(lang, key)), facts)
+
+
+def told(lang: str, key: str, facts: Facts | None = None) -> list[list[str]]:
+    """The same text in parts, [words, term of the glossary or ""]. A figure never makes a mark: tokens are untrusted.
+
+    Raises:
+        LessonError: as `say`.
+    """
+    return [[_fill(lang, key, words, facts), term] for words, term in marked(_words(lang, key))]
+
+
+def _words(lang: str, key: str) -> str:
     found = lesson_texts(lang).get(key)
     if found is None:
         raise LessonError(f"lessons-{language(lang)}.toml must have a text {key!r}.")
+    return found
 
+
+def _fill(lang: str, key: str, words: str, facts: Facts | None) -> str:
     def fill(match: re.Match[str]) -> str:
         fact = (facts or {}).get(match[1])
         if fact is None:
             raise LessonError(f"lessons-{language(lang)}.toml: {key} names {match[1]!r}, which is no figure there.")
         return fact.say(lang)
 
-    return PLACEHOLDER.sub(fill, found)
+    return PLACEHOLDER.sub(fill, words)
 
 
 @cache
@@ -124,6 +141,7 @@ class _Told:
         body: dict[str, Any] = {
             "name": step.name,
             "say": say(self.lang, key, facts),
+            "told": told(self.lang, key, facts),
             "trace": step.trace,
             "event": place.event,
             "row": place.row,
@@ -145,7 +163,7 @@ class _Told:
         if step.question is not None:
             body["question"] = {
                 "ask": say(self.lang, f"{key}_ask", facts),
-                "why": say(self.lang, f"{key}_why", facts),
+                "why": told(self.lang, f"{key}_why", facts),
                 **self.question(step.question, key, trace, place, facts),
             }
         return body

@@ -203,7 +203,7 @@
     // ---- keys ---------------------------------------------------------------------------------------------------
 
     _key(event) {
-      if (!this.at || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
+      if (!this.at || document.querySelector("dialog[open]") || event.defaultPrevented || event.ctrlKey || event.metaKey || event.altKey) return;
       if (!this.host.offsetParent || (event.target.closest && event.target.closest(FIELDS) && event.target !== this.board.ui.slider)) return;
       const act = this._action(event.key);
       if (!act) return;
@@ -241,7 +241,7 @@
       const part = el("article", "qe-step", host, { "aria-live": "polite" });
       el("p", "qe-step-where", part).textContent = `${this._w("lesson", { n: this.at[0] + 1, all: this.data.lessons.length })} · ${this._w("step", { n: this.at[1] + 1, all: this.lesson.steps.length })}`;
       el("h2", "", part).textContent = this.lesson.title;
-      el("p", "qe-step-say", part, { dir: "auto" }).textContent = this.step.say;
+      this._words(el("p", "qe-step-say", part, { dir: "auto" }), this.step.told);
       if (this.step.ranks) this._ranks(part);
       if (this.step.table) this._table(part, this.step.table);
       if (this.step.done === "reached" && !this.store.done[this.key]) el("p", "qe-step-note", part).textContent = this._w("play_to_end");
@@ -250,7 +250,17 @@
       this._buttons();
       const node = held && host.querySelector(`[data-name="${held}"]`);
       if (node) node.focus({ preventScroll: true });
+      const why = this.told !== null && host.querySelector(".qe-step-why");
+      if (why) why.scrollIntoView({ block: "nearest" }); // where the window is too low for all of it
       this._count();
+    }
+
+    /** Words in parts, [words, term]: a term opens the glossary. */
+    _words(parent, parts) {
+      for (const [words, term] of parts) {
+        if (term) el("span", "", parent, { "data-term": term }).textContent = words; // breaks between lines as words do
+        else parent.append(words);
+      }
     }
 
     _button(parent, name, className, words, act) {
@@ -299,7 +309,7 @@
       else this._choices(box);
       const old = this.store.answers[this.key];
       if (this.told === null && old) el("p", "qe-step-note", box).textContent = this._w("answered");
-      if (this.told !== null) el("p", "qe-step-why", box, { dir: "auto" }).textContent = question.why;
+      if (this.told !== null) this._words(el("p", "qe-step-why", box, { dir: "auto" }), question.why);
       if (this.class && this.class.asks) el("div", "qe-class-tally", box);
     }
 
@@ -369,12 +379,12 @@
       const live = this._button(bar, "live", "", this._w("live"), () => this.open(this.lesson.id));
       live.title = this._w("live_hint");
       const answers = Object.values(this.store.answers);
-      const line = el("p", "qe-step-score", foot);
+      const line = el("p", "qe-step-score", el("div", "qe-step-lines", foot));
       const right = answers.reduce((sum, item) => sum + item.right, 0);
       const asked = answers.reduce((sum, item) => sum + item.asked, 0);
       el("span", "", line).textContent = asked ? this._w("score", { right, asked }) : this._w("no_score");
       if (asked) this._button(line, "forget", "qe-plain", this._w("forget"), () => this.forget());
-      this._classPart(foot);
+      this._classPart(line.parentNode);
       el("p", "qe-step-keys", foot).textContent = this._w("keys");
     }
   }

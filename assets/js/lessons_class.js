@@ -25,6 +25,19 @@
       this.draw();
     },
 
+    /** Lets the teacher's board be followed, and this device follow it; once for each class. */
+    _follows() {
+      const { board } = this;
+      const now = this.class ? this.class.code : "";
+      if (now === (this.followed || "")) return;
+      this.followed = now;
+      board.options.later().then(() => {
+        if (this.followed !== now) return;
+        if (this.class) board.joinClass(this, now, this.class.asks);
+        else board._leave();
+      });
+    },
+
     _end() {
       sessionStorage.removeItem(CLASS);
       this.class = null;
@@ -73,15 +86,35 @@
       });
     },
 
+    /** The link large, with its QR code, for a room. Drawn by this server: no network is needed but the class's own. */
+    _scan(link) {
+      const sheet = el("dialog", "qe-scan", document.body, { "aria-label": this._w("class_scan") });
+      el("img", "", sheet, { alt: link, src: `qe/qr?link=${encodeURIComponent(link)}` });
+      el("b", "", sheet, { dir: "ltr" }).textContent = link;
+      if (/^(localhost|127\.|\[::1\])/.test(location.hostname)) el("p", "", sheet).textContent = this._w("class_local");
+      const close = el("button", "", sheet, { type: "button" });
+      close.textContent = this._w("close");
+      close.addEventListener("click", () => sheet.close());
+      sheet.addEventListener("close", () => {
+        sheet.remove();
+        const back = this.host.querySelector('[data-name="class-scan"]');
+        if (back) back.focus({ preventScroll: true });
+      });
+      sheet.showModal();
+    },
+
     _classPart(foot) {
       const line = el("p", "qe-step-class", foot);
+      this._follows();
       if (!this.class) return void this._button(line, "class", "qe-plain", this._w("class_begin"), () => this.begin());
       if (!this.class.asks) {
         el("span", "", line).textContent = this._w("class_in", { code: this.class.code });
         if (this.sent) el("span", "", line, { role: "status" }).textContent = this._w(`class_${this.sent}`);
         return;
       }
-      el("b", "", line, { dir: "ltr" }).textContent = `${location.origin}${location.pathname}?class=${this.class.code}`;
+      const link = `${location.origin}${location.pathname}?class=${this.class.code}`;
+      el("b", "", line, { dir: "ltr" }).textContent = link;
+      this._button(line, "class-scan", "qe-plain", this._w("class_scan"), () => this._scan(link));
       this._button(line, "class-end", "qe-plain", this._w("class_end"), () => this._end());
     },
   });

@@ -98,6 +98,21 @@ def test_every_step_is_short_and_filled_in(lang: str) -> None:
             assert len(step["say"]) <= 260
 
 
+NAMES_WITH_DIGITS = re.compile(r"INT2|R[1-4]|FA-2|FlashAttention-2|GSM8K|Qwen2\.5-7B|\{\w+\}")
+"""Names of methods, models and figures; a value is none of them."""
+
+
+@pytest.mark.parametrize("lang", LANGUAGES)
+def test_no_value_is_typed(lang: str) -> None:
+    """Values are read from a trace, from the article's figures or from measurements; a source may cite its own."""
+    rest = {
+        key: NAMES_WITH_DIGITS.sub("", words)
+        for key, words in lesson_texts(lang).items()
+        if not key.startswith(("source.", "ui.", "row.decode_", "row.attention_", "row.prefill_"))
+    }
+    assert {key: words for key, words in rest.items() if re.search(r"\d", words)} == {}
+
+
 def test_an_unknown_figure_is_refused() -> None:
     with pytest.raises(LessonError, match="which is no figure"):
         say("en", "why_evict.grow", {})
@@ -291,5 +306,8 @@ def test_a_lesson_fills_the_form() -> None:
     assert filled[3 + PRESET_FIELDS.index("quant_share")] == preset.quant_share
     assert filled[3 + len(PRESET_FIELDS) : 3 + len(PRESET_FIELDS) + len(RUN_FIELDS)] == list(RUN_FIELDS.values())
     assert len(filled) == 3 + len(PRESET_FIELDS) + len(RUN_FIELDS) + 4
+    for lesson in load_lessons():
+        Event.lesson = lesson.id
+        assert start_live(Event())[1:3] == [lesson.document, lesson.preset]  # type: ignore[arg-type]
     Event.lesson = "none"
     assert start_live(Event())[2] == load_lessons()[0].preset  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,16 +47,18 @@ def open_lessons(browser: Any, server: ServerProcess) -> Iterator[Callable[..., 
     contexts: list[Any] = []
     troubles: list[str] = []
 
-    def opened(**options: Any) -> Any:
+    def opened(*, storage: dict[str, Any] | None = None, **options: Any) -> Any:
         settings = {"viewport": {"width": 1280, "height": 720}, "locale": "en-GB", "reduced_motion": "reduce"} | options
         context = browser.new_context(**settings)
         contexts.append(context)
+        for name, value in (storage or {}).items():
+            context.add_init_script(f"localStorage.setItem({name!r}, {json.dumps(json.dumps(value))})")
         page = context.new_page()
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("console", lambda message: troubles.extend([message.text] if message.type == "error" else []))
         page.goto(server.url)
         page.wait_for_function(f"window.qeBoards && {LIVE} && {LIVE}.index >= 0", timeout=60_000)
-        page.get_by_role("tab", name="Lessons").click()
+        page.get_by_role("tab", name=re.compile("^(Lessons|课程)$")).click()
         page.wait_for_function("window.qeLessons && qeLessons.at", timeout=60_000)
         return page
 
@@ -212,6 +216,16 @@ def test_a_class_answers_by_a_link(open_lessons: Callable[..., Any], artifacts: 
     teacher.get_by_role("button", name="Let a class answer").click()
     teacher.wait_for_selector(".qe-step-class b")
     link = teacher.locator(".qe-step-class b").inner_text()
+    teacher.get_by_role("button", name="Scan to answer").press("Enter")
+    code = teacher.locator("dialog.qe-scan img")
+    teacher.wait_for_function("document.querySelector('dialog.qe-scan img').naturalWidth > 0")
+    assert code.get_attribute("alt") == link == teacher.locator("dialog.qe-scan b").inner_text()
+    teacher.keyboard.press("n")
+    assert teacher.evaluate("qeLessons.at") == [6, 0]
+    teacher.screenshot(path=str(artifacts / "lesson-scan-1280.png"))
+    teacher.keyboard.press("Escape")
+    assert teacher.locator("dialog").count() == 0
+    assert teacher.evaluate("document.activeElement.dataset.name") == "class-scan"
     for pick in ("1", "2"):
         student = open_lessons(viewport={"width": 390, "height": 800})
         student.goto(link)
@@ -229,19 +243,103 @@ def test_a_class_answers_by_a_link(open_lessons: Callable[..., Any], artifacts: 
     assert teacher.locator(".qe-class-tally").count() == 0
 
 
-@pytest.mark.parametrize("size", [(1280, 720), (1920, 1080)])
-def test_every_step_fits_beside_its_board(
-    open_lessons: Callable[..., Any], artifacts: Path, size: tuple[int, int]
+HIDDEN = """() => {
+  const foot = document.querySelector(".qe-step-foot").getBoundingClientRect().top;
+  const bar = qeLessons.board.ui.transport.getBoundingClientRect();
+  const whole = (node, end) => {
+    const at = node.getBoundingClientRect();
+    return at.top >= -1 && at.bottom <= end + 1;
+  };
+  const out = [...document.querySelectorAll(".qe-step > *, .qe-ask > *")].filter((node) => !whole(node, foot));
+  const framed = [...document.querySelectorAll(".qe-framed")].filter((node) => node.offsetParent);
+  return [
+    ...out.map((node) => node.className || node.tagName),
+    ...(framed.length && !framed.some((node) => whole(node, bar.top)) ? ["frame: " + framed[0].className] : []),
+    ...[...document.querySelectorAll(".qe-step td, .qe-step th, .qe-step p, .qe-step button")]
+      .filter((node) => node.scrollWidth > node.clientWidth + 1 && getComputedStyle(node).display !== "inline")
+      .map((node) => "too wide: " + node.textContent),
+    ...(document.documentElement.scrollWidth > innerWidth ? ["the page"] : []),
+  ];
+}"""
+"""What of a step lies under the panel's foot or outside the window: words, choices, explanation, the framed part."""
+VIEWS = [
+    ("light-en", 1280, 720),
+    ("light-en", 1920, 1080),
+    ("projector-en", 1280, 720),
+    ("projector-en", 1920, 1080),
+    ("projector-zh", 1280, 720),
+    ("dark-zh", 1920, 1080),
+]
+
+
+def _view(open_lessons: Callable[..., Any], view: str, width: int, height: int) -> Any:
+    """The Lessons tab with a theme and language, told as a returning reader's browser would."""
+    mode, lang = view.split("-")
+    state = {"theme": "dark" if mode == "dark" else "light", "projector": mode == "projector", "scale": 1}
+    return open_lessons(
+        viewport={"width": width, "height": height},
+        locale="zh-CN" if lang == "zh" else "en-GB",
+        storage={"qevict-view": state},
+    )
+
+
+@pytest.mark.parametrize(("view", "width", "height"), VIEWS)
+def test_every_step_fits_before_and_after_its_answer(
+    open_lessons: Callable[..., Any], artifacts: Path, view: str, width: int, height: int
 ) -> None:
-    width, height = size
-    page = open_lessons(viewport={"width": width, "height": height})
+    page = _view(open_lessons, view, width, height)
+    hidden: dict[tuple[int, int, str], list[str]] = {}
     for lesson, step in _places():
         page.evaluate(f"qeLessons.go({lesson}, {step})")
         _at(page, lesson, step)
         page.evaluate(SETTLED)
-        box = page.locator("[data-name='next']").evaluate("(node) => node.getBoundingClientRect().toJSON()")
-        lanes = page.locator("#qe-lesson-board .qe-memory").evaluate("(node) => node.getBoundingClientRect().bottom")
-        assert box["bottom"] <= height and lanes <= height, (lesson, step)
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        hidden[lesson, step, ""] = page.evaluate(HIDDEN)
         if step == 0:
-            page.screenshot(path=str(artifacts / f"lesson-{lesson + 1}-{width}.png"))
+            page.screenshot(path=str(artifacts / f"lesson-{lesson + 1}-{view}-{width}.png"))
+        kind = page.evaluate("(qeLessons.step.question || {}).kind")
+        if kind is None:
+            continue
+        # A wrong answer is said at most length.
+        page.evaluate(
+            "qeLessons.choose(qeLessons.step.question.answer ? 0 : 1)"
+            if kind == "choice"
+            else "qeLessons.step.marks.forEach((_, i) => qeLessons.guess(i, 'full')), qeLessons.reveal()"
+        )
+        page.evaluate(SETTLED)
+        hidden[lesson, step, "answered"] = page.evaluate(HIDDEN)
+    assert {place: found for place, found in hidden.items() if found} == {}
+
+
+def test_print_is_large_in_projector_mode(open_lessons: Callable[..., Any]) -> None:
+    """At 1,080 lines no letter of a lesson is smaller than 18 pixels."""
+    page = _view(open_lessons, "projector-en", 1920, 1080)
+    small = """() => {
+      const out = new Set();
+      const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+      const range = document.createRange();
+      while (walk.nextNode()) {
+        const node = walk.currentNode, { parentElement: parent } = node;
+        if (!node.data.trim() || !parent.offsetParent) continue;
+        range.selectNodeContents(node);
+        const { width, height } = range.getBoundingClientRect();
+        if (width > 3 && height > 3 && parseFloat(getComputedStyle(parent).fontSize) < 18) out.add(node.data);
+      }
+      return [...out];
+    }"""
+    for place in ([0, 0], [2, 1], [3, 1], [5, 4], [9, 3]):
+        page.evaluate("(place) => qeLessons.go(...place)", place)
+        _at(page, *place)
+        page.evaluate(SETTLED)
+        assert page.evaluate(small) == [], place
+
+
+def test_a_frame_below_the_window_is_brought_into_view_and_back(open_lessons: Callable[..., Any]) -> None:
+    page = open_lessons()
+    page.evaluate("qeLessons.go(4, 2)")
+    _at(page, 4, 2)
+    page.evaluate(SETTLED)
+    assert page.evaluate("scrollY") > 100
+    page.keyboard.press("b")
+    _at(page, 4, 1)
+    page.evaluate(SETTLED)
+    assert page.evaluate("scrollY") == 0
