@@ -1,10 +1,11 @@
-"""Classes under /qe/class: begin one, answer in one, read its tally.
+"""Classes under /qe/class: begin one, answer in one, read its tally, present in it.
 
 Knows FastAPI; knows no Gradio and no session.
 """
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -14,7 +15,9 @@ from fastapi.params import Depends as DependsParam
 from app.api_route import Route
 from app.classroom import Classroom, ClassroomError, NoClassError
 from app.context import AppContext
+from app.presenter_api import add_presenting
 from app.run_body import read_json
+from app.visitors import ForbiddenError, current_visitor
 
 BODY_BYTES = 2_048
 DEVICE_CHARS = 40
@@ -44,14 +47,15 @@ _BODY: dict[str, Any] = {
 
 
 def create_class_router(context: AppContext, dependencies: Sequence[DependsParam] = ()) -> APIRouter:
-    """Classes of this server. `context` is not needed: a class has no session."""
+    """Classes of this server. Of `context` only the presentations are needed: a class has no session."""
     router = APIRouter(prefix="/qe/class", route_class=Route, dependencies=list(dependencies), tags=["classes"])
     classes = Classroom()
 
     @router.post("", status_code=201)
     def begin() -> dict[str, str]:
         """Begins a class; its code is all that a device needs to answer in it."""
-        return {"code": classes.begin()}
+        visitor = current_visitor()
+        return {"code": classes.begin("" if visitor is None else visitor.user)}
 
     @router.get("/{code}")
     def tally(code: Code, question: Annotated[str, Query(max_length=80)]) -> dict[str, Any]:
@@ -72,6 +76,27 @@ def create_class_router(context: AppContext, dependencies: Sequence[DependsParam
             raise HTTPException(404, str(error)) from error
         return {"taken": True}
 
+    def exists(code: str) -> None:
+        try:
+            classes.owner(code)
+        except NoClassError as error:
+            raise HTTPException(404, str(error)) from error
+
+    def demand(code: str) -> None:
+        exists(code)
+        owner, visitor = classes.owner(code), current_visitor()
+        if owner and visitor is not None and not hmac.compare_digest(owner, visitor.user):
+            raise ForbiddenError("only who began this class presents in it.")
+
+    add_presenting(
+        router,
+        "/{name}/present",
+        context,
+        key=lambda code: f"class {code}",
+        exists=exists,
+        demand=demand,
+        run=False,
+    )
     return router
 
 

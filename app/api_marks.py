@@ -1,4 +1,6 @@
-"""Notes on windows of a session: read by whoever has its link, written by whoever may change it.
+"""Notes on windows and events of a session: read by whoever has its link, written by whoever may change it.
+
+And who shows a session to others: see `app/presenter_api.py`. A note that changes is read again by followers.
 
 Knows FastAPI and the store; knows no Gradio.
 """
@@ -6,14 +8,15 @@ Knows FastAPI and the store; knows no Gradio.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, HTTPException, Path, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.params import Depends as DependsParam
 
 from app.api_route import Route, SessionId
 from app.context import AppContext
+from app.presenter_api import add_presenting
 from app.run_body import read_json
 from app.sessions import clean_title
 from engine.errors import ConfigError
@@ -24,6 +27,8 @@ TEXT_CHARS = 500
 AUTHOR_CHARS = 60
 BODY_BYTES = 16_384
 LARGEST = 2**31 - 1
+
+Number = Annotated[int, Path(ge=1, le=LARGEST)]
 
 _BODY: dict[str, Any] = {
     "requestBody": {
@@ -47,6 +52,22 @@ _BODY: dict[str, Any] = {
     }
 }
 
+_TEXT: dict[str, Any] = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "application/json": {
+                "schema": {
+                    "type": "object",
+                    "required": ["text"],
+                    "additionalProperties": False,
+                    "properties": {"text": {"type": "string"}},
+                }
+            }
+        },
+    }
+}
+
 
 def create_marks_router(context: AppContext, dependencies: Sequence[DependsParam] = ()) -> APIRouter:
     """Reading and writing notes."""
@@ -59,20 +80,70 @@ def create_marks_router(context: AppContext, dependencies: Sequence[DependsParam
         return {"marks": context.sessions.marks(sid)}
 
     @router.post("", status_code=201, openapi_extra=_BODY)
-    async def mark(request: Request, sid: SessionId) -> dict[str, bool]:
-        """Keeps a note: {"text", "r", "row", "windows", "author"}."""
+    async def mark(request: Request, sid: SessionId) -> dict[str, Any]:
+        """Keeps a note: {"text", "r", "row", "windows", "author"}; on the event itself where there are no windows."""
         note = _note(await read_json(request, BODY_BYTES))
 
-        def keep() -> None:
+        def keep() -> int:
             context.sessions.get(sid)
             if len(context.sessions.marks(sid)) >= MOST_MARKS:
                 raise HTTPException(409, f"this session has {MOST_MARKS} notes already: no more can be kept.")
-            context.sessions.mark(sid, **note)
+            return context.sessions.mark(sid, **note)
 
-        await run_in_threadpool(keep)
+        number = await run_in_threadpool(keep)
+        context.presentations.notes_changed(presented(sid))
+        return {"kept": True, "id": number}
+
+    @router.put("/{number}", openapi_extra=_TEXT)
+    async def change(request: Request, sid: SessionId, number: Number) -> dict[str, bool]:
+        """Changes a note's text: {"text"}."""
+        body = await read_json(request, BODY_BYTES)
+        if set(body) != {"text"}:
+            raise ConfigError("only a note's text can be changed: send text alone.")
+        text = _text("text", body["text"], TEXT_CHARS)
+        if not text:
+            raise ConfigError("text must not be empty.")
+        await run_in_threadpool(touch, sid, number, text)
         return {"kept": True}
 
+    @router.delete("/{number}")
+    def remove(sid: SessionId, number: Number) -> dict[str, bool]:
+        """Removes a note."""
+        touch(sid, number, None)
+        return {"deleted": True}
+
+    def touch(sid: str, number: int, text: str | None) -> None:
+        if not context.sessions.change_mark(sid, number, text):
+            raise HTTPException(404, "there is no such note.")
+        context.presentations.notes_changed(presented(sid))
+
     return router
+
+
+def create_present_router(context: AppContext, dependencies: Sequence[DependsParam] = ()) -> APIRouter:
+    """Presenting a session: its link's viewers follow whoever may change it."""
+    router = APIRouter(prefix="/qe/s", route_class=Route, dependencies=list(dependencies), tags=["presentations"])
+
+    def exists(sid: str) -> None:
+        if context.bus.channel(sid) is None:
+            context.sessions.get(sid)
+
+    def demand(sid: str) -> None:
+        context.access.demand(context.sessions.get(sid).user)
+
+    add_presenting(router, "/{name}/present", context, key=presented, exists=exists, demand=demand, run=True)
+    return router
+
+
+def presented(sid: str) -> str:
+    """What the presentation of a session is kept under."""
+    return f"session {sid}"
+
+
+def _text(name: str, value: object, most: int) -> str:
+    if not isinstance(value, str) or len(value) > most:
+        raise ConfigError(f"{name} must be text of at most {most} characters.")
+    return clean_title(value, most)
 
 
 def _note(body: dict[str, Any]) -> dict[str, Any]:
@@ -87,10 +158,7 @@ def _note(body: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name} must be a whole number in [0, {LARGEST}], got {str(value)[:40]!r}.")
     texts = {}
     for name, most in (("text", TEXT_CHARS), ("author", AUTHOR_CHARS)):
-        value = body.get(name, "")
-        if not isinstance(value, str) or len(value) > most:
-            raise ConfigError(f"{name} must be text of at most {most} characters.")
-        texts[name] = clean_title(value, most)
+        texts[name] = _text(name, body.get(name, ""), most)
     if not texts["text"]:
         raise ConfigError("text must not be empty.")
     return {"event_id": body.get("r", 0), "row": body.get("row", 0), "windows": windows, **texts}

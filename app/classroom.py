@@ -35,6 +35,7 @@ class NoClassError(ClassroomError, LookupError):
 @dataclass(slots=True)
 class _Class:
     used: float
+    owner: str = ""
     answers: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)
     devices: set[str] = field(default_factory=set)
 
@@ -64,8 +65,11 @@ class Classroom:
         self._lock = threading.Lock()
         self._classes: dict[str, _Class] = {}
 
-    def begin(self) -> str:
-        """Starts a class and returns its code; of too many, the one unused for longest is forgotten."""
+    def begin(self, owner: str = "") -> str:
+        """Starts a class and returns its code; of too many, the one unused for longest is forgotten.
+
+        `owner` is an opaque id of the device that began it: that one may present in it.
+        """
         with self._lock:
             self._forget_old()
             if len(self._classes) >= MOST_CLASSES:
@@ -73,7 +77,7 @@ class Classroom:
             code = "".join(secrets.choice(LETTERS) for _ in range(CODE_LETTERS))
             while code in self._classes:
                 code = "".join(secrets.choice(LETTERS) for _ in range(CODE_LETTERS))
-            self._classes[code] = _Class(self._clock())
+            self._classes[code] = _Class(self._clock(), owner)
             return code
 
     def answer(self, code: str, question: str, device: str, picks: tuple[int, ...]) -> None:
@@ -105,6 +109,15 @@ class Classroom:
             for part, pick in zip(counts, picks, strict=True):
                 part[pick] += 1
         return len(given), counts
+
+    def owner(self, code: str) -> str:
+        """Who began a class; empty where that is not known.
+
+        Raises:
+            NoClassError: no such class.
+        """
+        with self._lock:
+            return self._find(code).owner
 
     def _find(self, code: str) -> _Class:
         self._forget_old()

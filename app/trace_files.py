@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import gzip
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from typing import Any
 
+from app.events import head
 from app.settings import ASSETS
 from app.texts import all_texts, language
 from engine.errors import TraceError
-from engine.trace import RunMeta, decode, decode_all
+from engine.trace import Mark, RunMeta, decode, decode_all, encode
 
 EXPORTS = {
     "html": "text/html; charset=utf-8",
@@ -42,6 +44,17 @@ def export(kind: str, rows: Sequence[bytes], title: str, lang: str) -> bytes:
         if kind == "csv":
             return replay.to_csv(list(decode_all(iter(rows)))).encode()
         return replay.to_gif(list(decode_all(iter(rows))))
+
+
+def with_marks(rows: Iterable[bytes], marks: Sequence[Mapping[str, Any]]) -> Iterator[bytes]:
+    """The rows of a trace, then its notes as wire messages of their own, as `Sessions.marks` gives them."""
+    seq = -1
+    for row in rows:
+        seq = max(seq, head(row)[1])
+        yield row
+    for number, mark in enumerate(marks, seq + 1):
+        author = mark["author"] or ""
+        yield encode(Mark(mark["r"], mark["row"], list(mark["windows"]), mark["text"], author), number)
 
 
 @cache

@@ -31,7 +31,10 @@ SCRIPTS: Final = (
     "tier_texts.js",
     "tier_trace.js",
     "tier_draw.js",
+    "tier_atlas.js",
+    "tier_chart.js",
     "tier_view.js",
+    "tier_frame.js",
     "tier_stream.js",
     "tier_panel.js",
     "tier_build.js",
@@ -39,6 +42,9 @@ SCRIPTS: Final = (
     "tier_window.js",
 )
 """The scripts of the tier board, in the order in which they must run."""
+SHEET_SCRIPT: Final = "tier_sheet.js"
+NOTES_SCRIPT: Final = "tier_notes.js"
+"""Come after the others: a page fetches them when they are asked for; a file has the sheet, and the notes if any."""
 STYLES: Final = ("tier_view.css",)
 
 PLAIN_LIMIT: Final = 250_000
@@ -81,6 +87,7 @@ body.dark h1 {{ color: #EEF1F7; }}
   window.qeView = view;
   function show(ndjson) {{
     view.load(ndjson);
+    if (view.openNotes) view.openNotes("");
     if (wish.has("l")) view.setRow(Number(wish.get("l")));
     if (wish.has("r")) view.seekEvent(Number(wish.get("r")));
   }}
@@ -99,9 +106,9 @@ body.dark h1 {{ color: #EEF1F7; }}
 def page_script(with_texts: bool = True) -> str:
     """All scripts of the tier board in one piece, as `lean_script` leaves them.
 
-    A page that always passes its own words needs no English ones: `with_texts=False`.
+    A page on a server passes its own words, and fetches the sheet of keys when it is asked for: `with_texts=False`.
     """
-    names = SCRIPTS if with_texts else SCRIPTS[1:]
+    names = (*SCRIPTS, SHEET_SCRIPT) if with_texts else SCRIPTS[1:]
     return "\n".join(lean_script((ASSETS / "js" / name).read_text("utf-8")) for name in names)
 
 
@@ -126,16 +133,25 @@ def lean_script(source: str) -> str:
     """JavaScript without comments and without the spaces and line ends that only people need.
 
     Enough for the scripts in `assets/js`, not for any script: a template literal may hold no other one and no line end,
-    and a regular expression must follow an operator or a bracket.
+    a regular expression must follow an operator or a bracket, and a loop must have a body.
     """
+    return _leaner(_leaner(source))  # what a note parted comes together the second time
+
+
+def _leaner(source: str) -> str:
     out: list[str] = []
     at = 0
     for found in _LITERAL.finditer(source):
-        out.append(_AROUND.sub(_squeezed, source[at : found.start()]))
+        out.append(_squeezed_code(source[at : found.start()]))
         out.append(found["text"] or found["regex"] or "")
         at = found.end()
-    out.append(_AROUND.sub(_squeezed, source[at:]))
-    return re.sub(r"(?<=[;{,(\[])\n", "", _bare_lines("".join(out)))  # there, a line end never ends a statement
+    out.append(_squeezed_code(source[at:]))
+    lines = re.sub(r"(?<=[;{,(\[])\n", "", _bare_lines("".join(out)))  # there, a line end never ends a statement
+    return re.sub(r"\n(?=[})\]])", "", lines)  # nor here: a bracket that closes ends it
+
+
+def _squeezed_code(code: str) -> str:
+    return re.sub(r"[;,]\s*(?=\})|,\s*(?=\))", "", _AROUND.sub(_squeezed, code))
 
 
 def _squeezed(found: re.Match[str]) -> str:
@@ -157,7 +173,7 @@ def _script_json(value: object) -> str:
 
 
 def to_html(rows: Iterable[bytes], title: str, texts: Mapping[str, str], lang: str) -> str:
-    """One HTML page that replays `rows` (wire events, one each) with no server and no network.
+    """One HTML page that replays `rows` (wire events, one each) with no server and no network, notes among them.
 
     `texts` are the words of the view by flat key ("view.full"); absent ones stay English. Token ids are left
     out, for the view shows texts alone. A page that would pass `PAGE_LIMIT` also leaves out the score events:
@@ -169,10 +185,11 @@ def to_html(rows: Iterable[bytes], title: str, texts: Mapping[str, str], lang: s
         payload["rows"] = [line.decode("utf-8") for line in lines]
     else:
         payload["packed"] = _pack(lines)
-    page = _page(payload, title, lang)
+    noted = any(line.startswith(b'{"k":"mark"') for line in lines)
+    page = _page(payload, title, lang, noted)
     if len(page.encode("utf-8")) > PAGE_LIMIT and "packed" in payload:
         payload["packed"] = _pack([line for line in lines if not line.startswith(b'{"k":"score"')])
-        page = _page(payload, title, lang)
+        page = _page(payload, title, lang, noted)
     return page
 
 
@@ -188,12 +205,15 @@ def _pack(lines: Sequence[bytes]) -> str:
     return base64.b64encode(gzip.compress(b"\n".join(lines), 9, mtime=0)).decode("ascii")
 
 
-def _page(payload: Mapping[str, object], title: str, lang: str) -> str:
+def _page(payload: Mapping[str, object], title: str, lang: str, noted: bool) -> str:
+    script = page_script()
+    if noted:
+        script += "\n" + lean_script((ASSETS / "js" / NOTES_SCRIPT).read_text("utf-8"))
     return _PAGE.format(
         lang=html.escape(lang, quote=True),
         title=html.escape(title),
         style=page_style(),
-        script=page_script(),
+        script=script,
         trace=_script_json(payload),
     )
 
@@ -221,7 +241,8 @@ def to_csv(events: Iterable[TraceEvent]) -> str:
     for step in steps:
         counts: list[object] = [""] * 5
         if isinstance(step, RoutingEvent):
-            counts = [step.promotions, step.demotions, step.evictions, step.aged, round(step.route_ms, 3)]
+            cost: object = "" if step.route_ms is None else round(step.route_ms, 3)
+            counts = [step.promotions, step.demotions, step.evictions, step.aged, cost]
         known = late.get(step.event_id)
         metrics: list[object] = [""] * 8
         if known is not None:

@@ -3,22 +3,6 @@
   "use strict";
 
   const { el, icon, SPEEDS } = root.QEvictView.parts;
-  const KEYS = [
-    ["← →  PgUp PgDn", "view.key_step"],
-    ["↑ ↓", "view.key_row"],
-    ["Home End", "view.key_ends"],
-    ["Space", "view.key_play"],
-    ["[ ]", "view.key_speed"],
-    ["L", "view.key_loop"],
-    ["Shift L", "view.key_range"],
-    ["P", "view.key_promotion"],
-    [", .", "view.key_window"],
-    ["+ - 0", "view.key_zoom"],
-    ["R", "view.key_regret"],
-    ["S", "view.key_panel"],
-    ["Esc", "view.key_close"],
-    ["?", "view.key_sheet"],
-  ];
 
   Object.assign(root.QEvictView.prototype, {
     _build() {
@@ -32,13 +16,14 @@
       this._legend();
 
       const status = el("div", "qe-status", host);
-      ui.where = el("b", "qe-where", status);
+      ui.where = el("b", "qe-where", status, { "data-term": "routing" });
       ui.firstRouting = el("span", "qe-note", status);
       ui.counts = el("span", "qe-counts", status);
       ui.countNodes = ["promoted", "demoted", "evicted_count", "aged"].map((name) => {
         const item = el("span", `qe-count qe-count-${name}`, ui.counts);
         el("i", "", item, { "aria-hidden": "true" });
-        el("span", "", item).textContent = this._t(`view.${name}`);
+        const term = { promoted: "promotion", demoted: "demotion" }[name];
+        el("span", "", item, term ? { "data-term": term } : {}).textContent = this._t(`view.${name}`);
         return el("b", "", item);
       });
       ui.note = el("div", "qe-message", host, { role: "status" });
@@ -65,7 +50,7 @@
       const chart = (name) => {
         const box = el("div", "qe-curve", ui.curves);
         const head = el("div", "qe-curve-head", box);
-        const out = { name: el("b", "", head), long: el("span", "qe-note", head), value: el("strong", "", head), line: el("span", "qe-note qe-line", box) };
+        const out = { name: el("b", "", head, { "data-term": name }), long: el("span", "qe-note", head), value: el("strong", "", head), line: el("span", "qe-note qe-line", box) };
         out.sub = el("span", "", out.line);
         out.more = el("span", "qe-more", out.line);
         out.name.textContent = this._t(`view.${name}`);
@@ -106,14 +91,13 @@
       ui.tipTier = el("span", "qe-note", tip);
       ui.tipCanvas = el("canvas", "", tip);
       ui.tipScore = el("span", "qe-note", tip);
-      this._buildSheet();
     },
 
     _buildMemory(parent) {
       const { ui } = this;
       const box = el("div", "qe-memory", parent);
       const head = el("div", "qe-memory-head", box);
-      el("b", "", head).textContent = this._t("view.memory");
+      el("b", "", head, { "data-term": "persistent" }).textContent = this._t("view.memory");
       el("span", "qe-note", head).textContent = this._t("view.memory_all");
       ui.memText = el("strong", "", head);
       ui.mem = el("div", "qe-bar", box, { role: "img" });
@@ -121,15 +105,15 @@
       const names = ["sink", "local", "full", "codes", "metadata", "shadow"];
       ui.memParts = names.map((name) => el("div", `qe-part qe-mem-${name}`, ui.mem));
       ui.memBudget = el("div", "qe-bar-budget", ui.mem);
-      const words = el("div", "qe-mem-words", box, { "aria-hidden": "true" });
+      const words = el("div", "qe-mem-words", box);
       ui.memWords = names.map((name) => {
         const item = el("span", "", words);
         el("i", `qe-swatch qe-mem-${name}`, item);
-        el("span", "qe-note", item);
+        el("span", "qe-note", item, ["metadata", "shadow"].includes(name) ? { "data-term": name } : {});
         el("b", "", item);
         return item;
       });
-      ui.memLimit = el("b", "qe-limit", words);
+      ui.memLimit = el("b", "qe-limit", words, { "data-term": "budget" });
     },
 
     _buildTransport() {
@@ -199,26 +183,9 @@
       node.addEventListener("pointerleave", () => this._point(null));
     },
 
-    _buildSheet() {
-      const { ui } = this;
-      const sheet = (ui.sheet = el("div", "qe-sheet", this.host, { role: "dialog", "aria-label": this._t("view.keys") }));
-      sheet.hidden = true;
-      el("b", "", sheet).textContent = this._t("view.keys");
-      const list = el("dl", "", sheet);
-      for (const [keys, key] of KEYS) {
-        if (key === "view.key_panel" && !document.querySelector(".sidebar")) continue;
-        const name = el("dt", "", list);
-        for (const part of keys.split(/\s+/)) el("kbd", "", name).textContent = part;
-        el("dd", "", list).textContent = this._t(key);
-      }
-      ui.sheetClose = el("button", "qe-toggle", sheet, { type: "button" });
-      ui.sheetClose.textContent = this._t("view.close");
-      ui.sheetClose.addEventListener("click", () => this._sheet(false));
-    },
-
+    /** Fetches the sheet of keys, which replaces this. */
     _sheet(open) {
-      this.ui.sheet.hidden = !open;
-      (open ? this.ui.sheetClose : this.host).focus({ preventScroll: true });
+      this.options.later().then(() => this._sheet(open));
     },
 
     _flip(name) {

@@ -129,7 +129,7 @@
       const back = () => this._user(() => this.step(-1));
       const forward = () => this._user(() => this.step(1));
       const faster = (by) => this.setSpeed(SPEEDS[Math.min(4, Math.max(0, SPEEDS.indexOf(Number(this.ui.speed.value)) + by))]);
-      const closed = this.ui.sheet.hidden;
+      const closed = !this.ui.sheet;
       const actions = {
         ArrowLeft: back,
         PageUp: back,

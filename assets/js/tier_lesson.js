@@ -19,8 +19,9 @@
     /** Everything that `restore` needs to bring this very view back. */
     snapshot() {
       const { trace, index, row, speed, stopAtPromotion, showRegret, cursor, lesson, message } = this;
+      const scroll = root.scrollY;
       const chosen = Boolean(this._rowChosen);
-      return { trace, index, row, chosen, speed, stopAtPromotion, showRegret, cursor, lesson, message, loop: copy(this.loop), zoom: copy(this.zoom) };
+      return { trace, index, row, chosen, speed, stopAtPromotion, showRegret, cursor, lesson, message, scroll, loop: copy(this.loop), zoom: copy(this.zoom) };
     },
 
     restore(state) {
@@ -37,6 +38,7 @@
       this._point(state.cursor);
       this._takeMoves(false);
       if (state.lesson) this.highlight(state.lesson.marks, state.lesson.parts);
+      root.scrollTo({ top: state.scroll, behavior: "instant" });
       this._invalidate("layout", "all");
     },
 
@@ -57,6 +59,19 @@
       this.lesson = { marks: marks || [], parts: parts || [], guesses: [], answers: null };
       this.host.classList.toggle("qe-marked", this.lesson.marks.some((mark) => mark.label));
       this._invalidate("layout", "all");
+      this.lesson.unseen = this.lesson.parts.length > 0;
+    },
+
+    /** Brings the first framed part into view, once its place is known. */
+    _showFramed() {
+      const { lesson, ui } = this;
+      lesson.unseen = false;
+      const nodes = lesson.parts.map((part) => this._part(part)).filter((node) => node && node.offsetParent);
+      if (!nodes.length) return;
+      const { top, bottom } = nodes[0].getBoundingClientRect();
+      const last = ui.transport.getBoundingClientRect().top; // it covers what lies under it
+      const down = bottom > last ? Math.min(bottom - last + 8, top - 8) : Math.min(0, top - 8);
+      if (down) root.scrollBy({ top: down, behavior: "instant" });
     },
 
     /** What was guessed, by mark: "full", "quant", "evicted" or nothing. */
@@ -102,6 +117,7 @@
         if (frame) Object.assign(frame.style, { top: `${lane * this.laneHeight}px`, height: `${this.laneHeight}px` });
       });
       this._placeMarks(box.firstChild, p);
+      if (lesson.unseen) this._showFramed();
     },
 
     _placeMarks(parent, p) {

@@ -43,7 +43,7 @@
       for (const name of Draw.NAMES) {
         const item = el("span", "qe-key", ui.legend);
         el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
-        el("b", "", item).textContent = this._t(`view.${name}`, values);
+        el("b", "", item, { "data-term": name }).textContent = this._t(`view.${name}`, values);
         el("span", "qe-note", item).textContent = this._t(`view.${name}_note`, values);
       }
     },

@@ -36,11 +36,13 @@
       if (this.stream) this._watch();
     },
 
+    _address(after) {
+      return `${this.source.base}/s/${encodeURIComponent(this.source.sid)}/events${after}`;
+    },
+
     _open() {
       if (!this.source || this.stream || this.trace.end || this.destroyed) return;
-      const { base, sid } = this.source;
-      const after = this.trace.last >= 0 ? `?after=${this.trace.last}` : "";
-      const stream = (this.stream = new EventSource(`${base}/s/${encodeURIComponent(sid)}/events${after}`));
+      const stream = (this.stream = new EventSource(this._address(this.trace.last >= 0 ? `?after=${this.trace.last}` : "")));
       stream.onmessage = (message) => {
         if (this.stream === stream) this._receive(JSON.parse(message.data));
       };
