@@ -24,13 +24,14 @@ from transformers.cache_utils import Cache
 
 from engine.adapter import enable
 from engine.attention import make_backend
-from engine.attention.sdpa import score_pools
+from engine.attention.sdpa import layers_at_once, score_pools
 from engine.attention.state import KVState
 from engine.budget import KVShape, Plan, make_plan
 from engine.cache_layer import QEvictLayer, attention_module, build_layers
 from engine.candidates import gather_candidates
 from engine.config import QEvictConfig
 from engine.errors import CacheUseError, ConfigError, UnsupportedModelError
+from engine.event_read import read_event
 from engine.padding import check_padding, left_pads, position_shift
 from engine.rope import RopeTable, find_rotary, probe_layout
 from engine.routing import decide
@@ -84,6 +85,7 @@ class QEvictCache(Cache):
         self._backend = make_backend(self.config.backend, str(self.device), Ranker(self.config), self._head_dim)
         enable(model)
         self.on_route: Callable[[RoutingRecord], None] | None = None
+        self.clock: Callable[[], float] = time.perf_counter
         self.forget()
 
     # ---- what a caller may ask ----------------------------------------------------------------------
@@ -164,8 +166,11 @@ class QEvictCache(Cache):
 
     @property
     def board(self) -> Tensor:
-        """Tier of every block after the newest event, uint8 [N, blocks]: workspace that diagnostics read."""
-        return self._tiers.tiers
+        """Tier of every block after the newest event, uint8 [N, blocks]: workspace that diagnostics read.
+
+        It lies on the host where `on_route` is set.
+        """
+        return self._tiers.on_host
 
     @property
     def aged_blocks(self) -> int:
@@ -181,7 +186,7 @@ class QEvictCache(Cache):
         """Takes over a state with its pools, as `prefix.put` restores it."""
         self.forget()
         self._state, self._plans = state, list(plans)
-        self._tiers.tiers, self._tiers.aged = board, aged
+        self._tiers.apply(board.to(self.device), aged, None)
         self._model_dtype = self._weights_dtype
         self.num_events = num_events
         self._owned = [layer for layer in self.layers if isinstance(layer, QEvictLayer)]
@@ -198,6 +203,11 @@ class QEvictCache(Cache):
         """Workspace of deferred scoring: queries and log-sum-exps since the last event."""
         ring = None if self._state is None else self._state.ring
         return 0 if ring is None else ring.nbytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Workspace of the backend's decode steps: partial results and raw masses that kernels hand on."""
+        return self._backend.workspace_bytes
 
     # ---- the path of one forward ---------------------------------------------------------------------
 
@@ -288,6 +298,12 @@ class QEvictCache(Cache):
         self._rope.restart()
 
     def _begin_single(self, query: Tensor) -> None:
+        """Makes room for one token per row; the host learns nothing from the device here, unless a prompt ends.
+
+        A CUDA graph cannot hold this part all the same: the column, the block that opens and the ring's place are
+        Python numbers, which a graph would keep as they were. The kernels of `fused_cuda.py` read theirs from the
+        device, so that the attention of a step can be captured between two events.
+        """
         state = self.state
         if state.staging is not None:
             self._route()
@@ -311,7 +327,7 @@ class QEvictCache(Cache):
         inside = (column + state.grid.offset) % self.config.window_size
         if inside == 0 or column == 0:
             store.open_block(state.grid.block_of(column))
-            state.arena_used += 1
+            state.opened()
         state.columns += 1
         state.admit()
         # Rows without padding occupy the same slots: one host integer then places the token in all of them.
@@ -369,16 +385,21 @@ class QEvictCache(Cache):
         if state.ranker.decay != 1.0:
             state.store.arena_scores *= state.ranker.decay**count
             state.store.ledger_scores *= state.ranker.decay**count
-        for layer in range(state.shape.num_layers):
+        whole = state.shape.num_layers
+        together = layers_at_once(state, count)
+        for layer in range(0, whole, together):
+            part = slice(layer, min(layer + together, whole))
             score_pools(
                 state,
                 layer,
-                ring.query[layer, :, :, :count],
-                ring.lse[layer, :, :, :count],
+                ring.query[part, :, :, :count].flatten(0, 1),
+                ring.lse[part, :, :, :count].flatten(0, 1),
                 scale=self._scale,
                 softcap=self._softcap,
                 weights=weights,
                 columns=columns,
+                layers=part.stop - layer,
+                codes=not self._backend.scores_codes,
             )
         ring.count = 0
 
@@ -423,12 +444,12 @@ class QEvictCache(Cache):
             self._plans = plans
             state.store = TierStore(config, state.shape, plans, self.stored_dtype, self.device)
         elif self.config.kv_budget_bytes is None and plans[0].planned_tokens > self._plans[0].planned_tokens:
-            self._plans = [_larger(old, new) for old, new in zip(self._plans, plans, strict=True)]
+            self._plans = [larger_plan(old, new) for old, new in zip(self._plans, plans, strict=True)]
             state.store.grow(self._plans)
 
     def _route(self) -> None:
-        """One routing event for all layers and rows: score, decide, move."""
-        began = time.perf_counter()
+        """One routing event for all layers and rows: score, decide, move. The host reads from the device once."""
+        began = self.clock()
         self._score_ring()
         state = self.state
         staging = state.staging
@@ -445,28 +466,37 @@ class QEvictCache(Cache):
         candidates, protected = gather_candidates(state, aged, owner)
         targets = decide(candidates, store.full_capacity, store.quant_capacity, self.config.promotion)
         targets = torch.where(candidates.blocks >= 0, targets, protected)
-        before, after, scores = self._tiers.update(state, candidates, targets, aged, num_blocks)
-        partial = staging is not None and (columns + grid.offset) % self.config.window_size != 0
-        store.move(
-            Moves(
-                targets=targets,
-                shadow_slots=owner,
-                shift=state.rows(state.shift),
-                rope=self._rope,
-                open_block=partial,
-                staged_key=None if staging is None else staging.key,
-                staged_value=None if staging is None else staging.value,
-                staged_scores=None if staging is None else staging.scores,
-                first_staged=0 if staging is None else staging.first_block,
-            )
+        moves = Moves(
+            targets=targets,
+            shadow_slots=owner,
+            shift=state.row_shift,
+            rope=self._rope,
+            open_block=staging is not None and (columns + grid.offset) % self.config.window_size != 0,
+            staged_key=None if staging is None else staging.key,
+            staged_value=None if staging is None else staging.value,
+            staged_scores=None if staging is None else staging.scores,
+            first_staged=0 if staging is None else staging.first_block,
         )
+        plan = store.plan(moves)
+        board = self._tiers.decided(state, candidates, targets, num_blocks)
+        read = read_event(
+            plan.sizes(),
+            (plan.arena_count, plan.live_count, plan.shadow_count),
+            board.came_back,
+            () if self.on_route is None else (board.scores, board.before, board.after),
+        )
+        if read.came_back:
+            raise CacheUseError("an evicted window came back: the cache's tensors were changed from outside.")
+        store.move(moves, plan, read.sizes)
+        self._tiers.apply(board.after, aged, read.boards[2] if read.boards else None)
         state.staging = None
-        state.refresh()
-        seconds = time.perf_counter() - began
+        state.refresh(read.occupied)
+        seconds = self.clock() - began
         self.route_seconds += seconds
         event_id = self.num_events
         self.num_events += 1
         if self.on_route is not None:
+            scores, before, after = read.boards
             self.on_route(RoutingRecord(event_id, columns, before, after, scores, seconds))
 
     def _score_keys(self, aged: int) -> None:
@@ -518,7 +548,7 @@ class QEvictCache(Cache):
             state.refresh()
 
 
-def _larger(old: Plan, new: Plan) -> Plan:
+def larger_plan(old: Plan, new: Plan) -> Plan:
     """`new` with capacities that are never smaller than `old`'s, and that fit the larger budget together."""
     costs, total = new.costs, max(old.total_bytes, new.total_bytes)
     local_blocks = max(old.local_blocks, new.local_blocks)

@@ -16,8 +16,7 @@ from engine.trace import Tier
 def gather_candidates(state: KVState, aged: int, owner: Tensor) -> tuple[Candidates, Tensor]:
     """All windows that compete, and the tier of every block that does not."""
     store, staging, grid = state.pool, state.staging, state.grid
-    pads = state.rows(torch.tensor(state.pads))
-    sink_first = ((pads + grid.offset) // state.config.window_size)[:, None]
+    sink_first = ((state.row_pads + grid.offset) // state.config.window_size)[:, None]
     sink_end = sink_first + store.sink_blocks[:, None]
 
     def sort_out(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,10 +24,8 @@ def gather_candidates(state: KVState, aged: int, owner: Tensor) -> tuple[Candida
         there = blocks >= sink_first
         sink = there & (blocks < sink_end)
         competes = there & ~sink & (blocks < aged)
-        tier = torch.full_like(blocks, int(Tier.EMPTY), dtype=torch.uint8)
-        tier[there & ~sink & ~competes] = int(Tier.LOCAL)
-        tier[sink] = int(Tier.SINK)
-        return competes, tier
+        held = torch.where(sink, int(Tier.SINK), int(Tier.LOCAL))
+        return competes, torch.where(there & ~competes, held, int(Tier.EMPTY)).to(torch.uint8)
 
     arena = store.arena_ids.long()
     ledger = store.ledger_ids.long()

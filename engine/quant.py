@@ -51,7 +51,7 @@ def _round_half(values: Tensor, *, up: bool) -> Tensor:
     step = torch.where(grows, 1, -1).to(torch.int16)
     moved = bits + step
     # Stepping off +0 downwards or -0 upwards crosses into the other sign's smallest subnormal.
-    tiny = torch.tensor(1 if up else -32767, dtype=torch.int16, device=values.device)
+    tiny = torch.full((), 1 if up else -32767, dtype=torch.int16, device=values.device)
     moved = torch.where(back == 0, tiny, moved)
     out = torch.where(wrong, moved, bits).view(torch.float16)
     return torch.where(out.isfinite(), out, half)

@@ -1,4 +1,4 @@
-"""From the cache's device tensors to trace events: moves, keyframes, memory readings.
+"""From the cache and its routing records to trace events: moves, keyframes, memory readings.
 
 Reads a cache and its routing records; changes nothing. Batch row 0.
 """
@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.cache import QEvictCache, RoutingRecord
-from engine.tiers import SHADOW_BASE
 from engine.trace import (
     Keyframe,
     MemoryReading,
@@ -32,21 +31,16 @@ def _row_zero(cache: QEvictCache, table: Tensor) -> NDArray[np.generic]:
 
 def memory_reading(cache: QEvictCache) -> MemoryReading:
     """Bytes that hold something now, by kind, all layers of batch row 0."""
-    state, store, plan = cache.state, cache.state.pool, cache.plan
+    state, plan = cache.state, cache.plan
     shape = state.shape
-
-    def row_zero(table: Tensor) -> Tensor:
-        return table.view(shape.num_layers, shape.batch, shape.groups, -1)[:, 0]
-
     # Decision groups of one layer share its block bytes: a block held by one of G groups costs 1/G of them.
     costs, groups = plan.costs, shape.groups
-    board = row_zero(cache.board)
-    held = row_zero(store.arena_ids)
-    arena = int((held >= 0).sum())
+    board = cache.board.view(shape.num_layers, shape.batch, groups, -1)[:, 0]
     sink = int((board == Tier.SINK).sum())
     full = int((board == Tier.FULL).sum())
-    ledger = row_zero(store.ledger_ids)
-    live, shadow = int((ledger >= 0).sum()), int((ledger <= SHADOW_BASE).sum())
+    # The host has known these since the event; asking the device again would make it wait.
+    held = state.occupied.reshape(3, shape.num_layers, shape.batch, groups)[:, :, 0].sum((1, 2))
+    arena, live, shadow = (int(count) for count in held)
     return MemoryReading(
         sink=sink * costs.full // groups,
         local=(arena - sink - full) * costs.full // groups,

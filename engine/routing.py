@@ -61,8 +61,6 @@ def decide(candidates: Candidates, full_capacity: Tensor, quant_capacity: Tensor
     rest = here & ~full
     quant = rest & (rest.cumsum(1) <= (quant_capacity - shadows)[:, None])
 
-    sorted_target = torch.full_like(order, int(Tier.EMPTY), dtype=torch.uint8)
-    sorted_target[rest] = int(Tier.EVICTED)
-    sorted_target[quant] = int(Tier.QUANT)
-    sorted_target[full] = int(Tier.FULL)
-    return torch.empty_like(sorted_target).scatter_(1, order, sorted_target)
+    lost = torch.where(rest, int(Tier.EVICTED), int(Tier.EMPTY))
+    kept = torch.where(full, int(Tier.FULL), torch.where(quant, int(Tier.QUANT), lost)).to(torch.uint8)
+    return torch.empty_like(kept).scatter_(1, order, kept)

@@ -12,14 +12,13 @@ import torch
 from torch import Tensor
 
 from engine.attention.state import KVState
-from engine.errors import CacheUseError
 from engine.routing import Candidates
 from engine.trace import Tier
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRecord:
-    """One routing event as it happened, on the device.
+    """One routing event as it happened, on the host.
 
     Attributes:
         event_id: 0 for the end of the prompt.
@@ -37,6 +36,21 @@ class RoutingRecord:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision on the board, not applied yet.
+
+    Attributes:
+        before, after: tier of every block, uint8 [N, blocks]. scores: of those that competed, float32 [N, blocks].
+        came_back: whether an evicted window is in a tier again, bool [].
+    """
+
+    before: Tensor
+    after: Tensor
+    scores: Tensor
+    came_back: Tensor
+
+
 class TierBoard:
     """Tier of every block of every decision row after the newest event: workspace, not storage."""
 
@@ -44,31 +58,37 @@ class TierBoard:
         self.tiers = torch.zeros(0, 0, dtype=torch.uint8, device=device)
         self.aged = 0
         """Leading blocks that had aged at the newest event."""
+        self._copy: Tensor | None = None
 
-    def update(
-        self, state: KVState, candidates: Candidates, targets: Tensor, aged: int, num_blocks: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Applies a decision: (before, after, scores of those that competed), each [N, blocks]."""
+    @property
+    def on_host(self) -> Tensor:
+        """The tiers where the host has read them with the newest event, else as they lie on the device."""
+        return self.tiers if self._copy is None else self._copy
+
+    def decided(self, state: KVState, candidates: Candidates, targets: Tensor, num_blocks: int) -> Decided:
+        """What a decision makes of the board."""
         rows, device = state.shape.rows, state.device
-        if self.tiers.shape[0] != rows:
-            self.tiers, self.aged = torch.zeros(rows, 0, dtype=torch.uint8, device=device), 0
-        have = self.tiers.shape[1]
-        blocks = torch.arange(num_blocks, device=device).expand(rows, -1)
-        pads = state.rows(torch.tensor(state.pads))
-        first = ((pads + state.grid.offset) // state.config.window_size)[:, None]
-        sink = (blocks >= first) & (blocks < first + state.pool.sink_blocks[:, None])
-        fresh = torch.where(blocks < first, int(Tier.EMPTY), int(Tier.LOCAL)).to(torch.uint8)
-        before = torch.where(sink, int(Tier.SINK), fresh).to(torch.uint8)
-        before[:, :have] = self.tiers
+        known = self.tiers
+        if known.shape[0] != rows:
+            known = torch.zeros(rows, 0, dtype=torch.uint8, device=device)
+        blocks = torch.arange(known.shape[1], num_blocks, device=device)
+        first = ((state.row_pads + state.grid.offset) // state.config.window_size)[:, None]
+        end = first + state.pool.sink_blocks[:, None]
+        fresh = torch.where(blocks < end, int(Tier.SINK), int(Tier.LOCAL))
+        fresh = torch.where(blocks < first, int(Tier.EMPTY), fresh).to(torch.uint8)
+        before = torch.cat([known, fresh], 1)
+        # One column more than there are blocks takes the places that hold no candidate.
         where = torch.where(candidates.blocks >= 0, candidates.blocks, num_blocks)
-        after = torch.cat([before, before[:, :1]], 1).scatter(1, where, targets)[:, :num_blocks]
-        if bool(((before == int(Tier.EVICTED)) & (after != int(Tier.EVICTED))).any()):
-            raise CacheUseError("an evicted window came back: the cache's tensors were changed from outside.")
-        scores = torch.zeros(rows, num_blocks + 1, device=device).scatter(1, where, candidates.scores)
-        self.tiers, self.aged = after, aged
-        return before, after, scores[:, :num_blocks]
+        after = torch.nn.functional.pad(before, (0, 1)).scatter_(1, where, targets)[:, :num_blocks]
+        came_back = ((before == int(Tier.EVICTED)) & (after != int(Tier.EVICTED))).any()
+        scores = torch.zeros(rows, num_blocks + 1, device=device).scatter_(1, where, candidates.scores)
+        return Decided(before, after, scores[:, :num_blocks], came_back)
+
+    def apply(self, after: Tensor, aged: int, on_host: Tensor | None) -> None:
+        """Takes a decision over; `on_host` is the host's copy of it, if there is one."""
+        self.tiers, self.aged, self._copy = after, aged, on_host
 
     def select_rows(self, pick: Callable[[Tensor], Tensor]) -> None:
         """Keeps, repeats or reorders batch rows."""
         if self.tiers.shape[0]:
-            self.tiers = pick(self.tiers)
+            self.tiers, self._copy = pick(self.tiers), None

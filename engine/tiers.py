@@ -22,9 +22,9 @@ from torch import Tensor
 
 from engine.budget import Plan
 from engine.config import QEvictConfig
+from engine.move_plan import MovedWindows, MovePlan, plan_moves
 from engine.quant import LANES, QuantizedWindows, dequantize, quantize
 from engine.rope import RopeTable
-from engine.trace import Tier
 from engine.windows import Grid
 
 EMPTY_ID = -1
@@ -251,203 +251,95 @@ class TierStore:
 
     # ---- moving ---------------------------------------------------------------------------------
 
-    def move(self, moves: Moves) -> None:
+    def plan(self, moves: Moves) -> MovePlan:
+        """What `move` will do, worked out without a word to the host."""
+        return plan_moves(
+            moves.targets,
+            moves.shadow_slots,
+            self.quant_capacity,
+            places=self.lane_blocks * LANES,
+            open_block=moves.open_block,
+        )
+
+    def move(self, moves: Moves, plan: MovePlan, sizes: Sequence[int]) -> None:
         """Carries one routing decision out: quantize, promote, evict, take staged blocks in.
 
         Everything that moves is read before anything is written, so that slots can be swapped.
+
+        Args:
+            plan: of these moves. sizes: `plan.sizes()`, read by the host.
         """
-        arena, ledger, staged = moves.split(self.slots, self.lane_blocks * LANES)
-        kept = (arena == Tier.SINK) | (arena == Tier.LOCAL) | (arena == Tier.FULL)
-        demoted = arena == Tier.QUANT
-        promoted = ledger == Tier.FULL
-        incoming = (staged == Tier.SINK) | (staged == Tier.LOCAL) | (staged == Tier.FULL)
-        owner = moves.shadow_slots
-        written = torch.cat([demoted & (owner < 0), staged == Tier.QUANT], dim=1)
+        blocks, scores = self._tables(moves, plan)
+        (settled, risen, taken), (demoted, shifted, staged) = plan.lists(sizes)
+        first = self.slots + self.lane_blocks * LANES
+        windows: list[tuple[MovedWindows, Tensor, Tensor]] = []
+        entries: list[tuple[MovedWindows, QuantizedWindows]] = []
+        if len(settled):
+            windows.append((settled, *self._arena_windows(settled)))
+        if len(risen):
+            positions = self._positions(blocks, risen, moves)
+            windows.append((risen, *self.dequantized(risen.row, risen.source - self.slots, positions, moves.rope)))
+        if len(shifted):
+            entries.append((shifted, self.read_entries(shifted.row, shifted.source - self.slots)))
+        if len(demoted):
+            entries.append((demoted, self._quantized(blocks, demoted, *self._arena_windows(demoted), moves)))
+        if moves.staged_key is not None and moves.staged_value is not None:
+            if len(taken):
+                at = taken.source - first
+                windows.append((taken, moves.staged_key[taken.row, :, at], moves.staged_value[taken.row, :, at]))
+            if len(staged):
+                at = staged.source - first
+                key, value = moves.staged_key[staged.row, :, at], moves.staged_value[staged.row, :, at]
+                entries.append((staged, self._quantized(blocks, staged, key, value, moves)))
+        for moved, key, value in windows:
+            self.arena_key[moved.row, :, moved.to] = key.to(self.dtype)
+            self.arena_value[moved.row, :, moved.to] = value.to(self.dtype)
+        for moved, packed in entries:
+            self._write_entries(moved.row, moved.to, packed)
+        self._relabel(blocks, scores, plan)
 
-        new_entries = self._first_demotions(written, moves)
-        risen = self._promotions(promoted, moves)
-        revived = self._owned(owner, demoted & (owner >= 0))
-        still_shadow = self._owned(owner, kept & (owner >= 0))
-        revived_scores = self._owned_scores(owner, demoted & (owner >= 0))
+    def _tables(self, moves: Moves, plan: MovePlan) -> tuple[Tensor, Tensor]:
+        """Block id and score of every place before the event, the last column for places that hold nothing."""
+        rows = self.shape.rows
+        held = torch.where(self.ledger_ids <= SHADOW_BASE, SHADOW_BASE - self.ledger_ids, self.ledger_ids)
+        blocks, scores = [self.arena_ids, held], [self.arena_scores]
+        # A window that goes down again brings the score that it has earned above.
+        scores.append(torch.where(plan.revived, self.arena_scores.gather(1, plan.revived_by), self.ledger_scores))
+        if moves.staged_scores is not None:
+            count = moves.staged_scores.shape[1]
+            ids = torch.arange(moves.first_staged, moves.first_staged + count, dtype=torch.int32, device=self.device)
+            blocks.append(ids.expand(rows, -1))
+            scores.append(moves.staged_scores)
+        blocks.append(self.arena_ids.new_full((rows, 1), EMPTY_ID))
+        scores.append(self.arena_scores.new_zeros(rows, 1))
+        return torch.cat(blocks, 1), torch.cat(scores, 1)
 
-        self._rebuild_ledger(
-            live=(ledger == Tier.QUANT) | revived,
-            shadow=promoted | still_shadow,
-            revived=revived,
-            revived_scores=revived_scores,
-            written=written,
-            new_entries=new_entries,
-            moves=moves,
-        )
-        self._rebuild_arena(kept, promoted, incoming, risen, moves)
+    def _relabel(self, blocks: Tensor, scores: Tensor, plan: MovePlan) -> None:
+        """Gives every slot the block and the score of what lies there now."""
+        self.arena_ids.copy_(blocks.gather(1, plan.arena_source))
+        self.arena_scores.copy_(scores.gather(1, plan.arena_source))
+        held = blocks.gather(1, plan.ledger_source)
+        front = torch.arange(held.shape[1], device=self.device) < plan.live_count[:, None]
+        # SHADOW_BASE - EMPTY_ID is EMPTY_ID: places behind the shadows stay empty.
+        self.ledger_ids.copy_(torch.where(front, held, SHADOW_BASE - held))
+        self.ledger_scores.copy_(scores.gather(1, plan.ledger_source))
+        self.arena_count.copy_(plan.arena_count)
+        self.live_count.copy_(plan.live_count)
 
-    def _owned(self, owner: Tensor, which: Tensor) -> Tensor:
-        """Marks the ledger slots that the chosen arena slots own; bool [N, places]."""
-        out = torch.zeros_like(self.ledger_ids, dtype=torch.bool)
-        n, slot = which.nonzero(as_tuple=True)
-        out[n, owner[n, slot]] = True
-        return out
+    def _arena_windows(self, moved: MovedWindows) -> tuple[Tensor, Tensor]:
+        """Keys and values that lie in the arena, [M, heads, Ω, d]."""
+        return self.arena_key[moved.row, :, moved.source], self.arena_value[moved.row, :, moved.source]
 
-    def _owned_scores(self, owner: Tensor, which: Tensor) -> Tensor:
-        out = torch.zeros_like(self.ledger_scores)
-        n, slot = which.nonzero(as_tuple=True)
-        out[n, owner[n, slot]] = self.arena_scores[n, slot]
-        return out
+    def _positions(self, blocks: Tensor, moved: MovedWindows, moves: Moves) -> Tensor:
+        """Positions of the tokens of windows, int64 [M, Ω]."""
+        return self.columns(blocks[moved.row, moved.source]) - moves.shift[moved.row, None]
 
-    def _first_demotions(self, written: Tensor, moves: Moves) -> tuple[QuantizedWindows, Tensor, Tensor] | None:
-        """Quantizes windows that leave full precision for the first time: entries, block ids, scores."""
-        n, place = written.nonzero(as_tuple=True)
-        if not len(n):
-            return None
-        key, value, blocks, scores = self._gather_full(n, place, moves)
-        positions = self.columns(blocks) - moves.shift[n, None]
-        plain = moves.rope.undo(key, positions[:, None, :].expand(-1, self.shape.heads, -1))
-        return quantize(plain, value, self.config.bits, self.value_groups), blocks, scores
-
-    def _gather_full(self, n: Tensor, place: Tensor, moves: Moves) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Full-precision windows at places of [arena | staging]: key, value float32, ids, scores."""
-        staged = place >= self.slots
-        shape = (len(n), self.shape.heads, self.config.window_size, self.shape.head_dim)
-        key = torch.empty(shape, device=self.device)
-        value = torch.empty_like(key)
-        blocks = torch.empty(len(n), dtype=torch.int32, device=self.device)
-        scores = torch.empty(len(n), device=self.device)
-        a_n, a_slot = n[~staged], place[~staged]
-        key[~staged] = self.arena_key[a_n, :, a_slot].float()
-        value[~staged] = self.arena_value[a_n, :, a_slot].float()
-        blocks[~staged] = self.arena_ids[a_n, a_slot]
-        scores[~staged] = self.arena_scores[a_n, a_slot]
-        if moves.staged_key is not None and moves.staged_value is not None and moves.staged_scores is not None:
-            s_n, s_block = n[staged], place[staged] - self.slots
-            key[staged] = moves.staged_key[s_n, :, s_block].float()
-            value[staged] = moves.staged_value[s_n, :, s_block].float()
-            blocks[staged] = (s_block + moves.first_staged).to(torch.int32)
-            scores[staged] = moves.staged_scores[s_n, s_block]
-        return key, value, blocks, scores
-
-    def _promotions(self, promoted: Tensor, moves: Moves) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Dequantizes promoted windows: keys, values, block ids, scores."""
-        n, slot = promoted.nonzero(as_tuple=True)
-        if not len(n):
-            return None
-        blocks = self.ledger_ids[n, slot]
-        positions = self.columns(blocks) - moves.shift[n, None]
-        key, value = self.dequantized(n, slot, positions, moves.rope)
-        return key, value, blocks, self.ledger_scores[n, slot].clone()
-
-    def _rebuild_ledger(
-        self,
-        *,
-        live: Tensor,
-        shadow: Tensor,
-        revived: Tensor,
-        revived_scores: Tensor,
-        written: Tensor,
-        new_entries: tuple[QuantizedWindows, Tensor, Tensor] | None,
-        moves: Moves,
-    ) -> None:
-        """Marks, compacts and fills the ledger: live entries a prefix, shadows behind it."""
-        places = self.ledger_ids.shape[1]
-        if not places:
-            return
-        ids = self.ledger_ids.long()
-        blocks = torch.where(ids <= SHADOW_BASE, SHADOW_BASE - ids, ids)
-        scores = torch.where(revived, revived_scores, self.ledger_scores)
-        live_count = live.sum(1) + written.sum(1)
-        place = torch.arange(places, device=self.device).expand(live.shape[0], -1)
-        front = place < live_count[:, None]
-        usable = place < self.quant_capacity[:, None]
-        settled = (live & front) | (shadow & ~front)
-        live_movers, shadow_movers = live & ~front, shadow & front
-
-        from_n, from_slot = live_movers.nonzero(as_tuple=True)
-        moved_live = (self.read_entries(from_n, from_slot), blocks[from_n, from_slot], scores[from_n, from_slot])
-        s_n, s_slot = shadow_movers.nonzero(as_tuple=True)
-        moved_shadow = (self.read_entries(s_n, s_slot), blocks[s_n, s_slot], scores[s_n, s_slot])
-
-        self.ledger_ids.copy_(torch.where(settled, torch.where(live, blocks, SHADOW_BASE - blocks), EMPTY_ID))
-        self.ledger_scores.copy_(torch.where(settled, scores, 0.0))
-
-        free = front & ~settled
-        # Row by row, free places in front are as many as movers plus new entries: the two lists align.
-        to_n, to_slot = free.nonzero(as_tuple=True)
-        source = torch.cat([live_movers, written], dim=1)
-        _, src_place = source.nonzero(as_tuple=True)
-        is_new = src_place >= places
-        for chosen, packed in ((~is_new, moved_live), (is_new, new_entries)):
-            if packed is None:
-                continue
-            entries, entry_blocks, entry_scores = packed
-            n, slot = to_n[chosen], to_slot[chosen]
-            if len(n):
-                self._write_entries(n, slot, entries)
-                self.ledger_ids[n, slot] = entry_blocks.to(torch.int32)
-                self.ledger_scores[n, slot] = entry_scores
-        if len(s_n):
-            back = usable & ~front & ~settled
-            wanted = shadow_movers.sum(1)
-            chosen_back = back & (back.cumsum(1) <= wanted[:, None])
-            n, slot = chosen_back.nonzero(as_tuple=True)
-            entries, entry_blocks, entry_scores = moved_shadow
-            self._write_entries(n, slot, entries)
-            self.ledger_ids[n, slot] = (SHADOW_BASE - entry_blocks).to(torch.int32)
-            self.ledger_scores[n, slot] = entry_scores
-        self.live_count.copy_(live_count)
-
-    def _rebuild_arena(
-        self,
-        kept: Tensor,
-        promoted: Tensor,
-        incoming: Tensor,
-        risen: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-        moves: Moves,
-    ) -> None:
-        """Fills the arena's holes so that occupied slots are a prefix and an open block is the last."""
-        count = kept.sum(1) + promoted.sum(1) + incoming.sum(1)
-        slot = torch.arange(self.slots, device=self.device).expand(kept.shape[0], -1)
-        front = slot < (count - (1 if moves.open_block else 0))[:, None]
-        settled = kept & front
-        movers = kept & ~front
-        places = promoted.shape[1]
-
-        m_n, m_slot = movers.nonzero(as_tuple=True)
-        moved = (
-            self.arena_key[m_n, :, m_slot],
-            self.arena_value[m_n, :, m_slot],
-            self.arena_ids[m_n, m_slot],
-            self.arena_scores[m_n, m_slot],
-        )
-        i_n, i_block = incoming.nonzero(as_tuple=True)
-        staged: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
-        if moves.staged_key is not None and moves.staged_value is not None and moves.staged_scores is not None:
-            staged = (
-                moves.staged_key[i_n, :, i_block],
-                moves.staged_value[i_n, :, i_block],
-                (i_block + moves.first_staged).to(torch.int32),
-                moves.staged_scores[i_n, i_block],
-            )
-        self.arena_ids.copy_(torch.where(settled, self.arena_ids, EMPTY_ID))
-        self.arena_scores.copy_(torch.where(settled, self.arena_scores, 0.0))
-
-        free = (slot < count[:, None]) & ~settled
-        to_n, to_slot = free.nonzero(as_tuple=True)
-        source = torch.cat([movers, promoted, incoming], dim=1)
-        _, src_place = source.nonzero(as_tuple=True)
-        kinds = (
-            (src_place < self.slots, moved),
-            ((src_place >= self.slots) & (src_place < self.slots + places), risen),
-            (src_place >= self.slots + places, staged),
-        )
-        for chosen, content in kinds:
-            if content is None:
-                continue
-            key, value, blocks, scores = content
-            n, place = to_n[chosen], to_slot[chosen]
-            self.arena_key[n, :, place] = key.to(self.dtype)
-            self.arena_value[n, :, place] = value.to(self.dtype)
-            self.arena_ids[n, place] = blocks
-            self.arena_scores[n, place] = scores
-        self.arena_count.copy_(count)
+    def _quantized(
+        self, blocks: Tensor, moved: MovedWindows, key: Tensor, value: Tensor, moves: Moves
+    ) -> QuantizedWindows:
+        """Entries of windows that leave full precision for the first time."""
+        positions = self._positions(blocks, moved, moves)[:, None, :].expand(-1, self.shape.heads, -1)
+        return quantize(moves.rope.undo(key, positions), value, self.config.bits, self.value_groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -474,11 +366,3 @@ class Moves:
     staged_value: Tensor | None = None
     staged_scores: Tensor | None = None
     first_staged: int = 0
-
-    def split(self, slots: int, places: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(arena, ledger, staged) parts of the targets."""
-        return (
-            self.targets[:, :slots],
-            self.targets[:, slots : slots + places],
-            self.targets[:, slots + places :],
-        )

@@ -2,7 +2,7 @@
 
 eager    the readable reference; materialises probabilities
 sdpa     torch's kernels, parts merged by log-sum-exp, windows scored later
-flash2   package flash-attn for the full-precision part (optional extra, CUDA)
+flash2   a flash kernel for the full-precision part, the fused one for codes (CUDA)
 fused    one compiled pass over arena and packed codes
 """
 
@@ -24,11 +24,18 @@ class AttentionBackend(Protocol):
     """What the cache asks of a backend.
 
     `scores_in_step` says that decode adds window masses itself; else it returns a log-sum-exp and the
-    cache scores the last queries at the event.
+    cache scores the last queries at the event: `scores_codes` says that it need not do so for codes.
+    `workspace_bytes` is what steps write and read again.
     """
 
     name: str
     scores_in_step: bool
+
+    @property
+    def scores_codes(self) -> bool: ...
+
+    @property
+    def workspace_bytes(self) -> int: ...
 
     def decode(
         self,
@@ -60,7 +67,7 @@ def unavailable(name: str, device: str, head_dim: int | None = None, value_group
     if name in ("eager", "sdpa"):
         return None
     if name == "flash2":
-        return flash2.unavailable(device)
+        return flash2.unavailable(device, head_dim)
     if name == "fused":
         return fused.unavailable(device, head_dim, value_group_size)
     return f"unknown backend {name!r}."
@@ -83,5 +90,5 @@ def make_backend(name: str, device: str, ranker: Ranker, head_dim: int) -> Atten
     if name == "sdpa":
         return SdpaBackend()
     if name == "flash2":
-        return flash2.make()
+        return flash2.make(ranker)
     return fused.make(device, ranker)

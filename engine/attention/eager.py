@@ -21,6 +21,8 @@ class EagerBackend:
 
     name = "eager"
     scores_in_step = True
+    scores_codes = True
+    workspace_bytes = 0
 
     def decode(
         self,
@@ -122,7 +124,7 @@ class EagerBackend:
         n = torch.arange(part.start, part.stop, device=state.device).repeat_interleave(places)
         slot = torch.arange(places, device=state.device).repeat(shape.rows_per_layer)
         ids = store.ledger_ids[n, slot]
-        shift = state.rows(state.shift)[n]
+        shift = state.row_shift[n]
         positions = (store.columns(ids.clamp_min(0)) - shift[:, None]).clamp_min(0)
         key, value = store.dequantized(n, slot, positions, state.rope)
 

@@ -1,68 +1,61 @@
-"""The paper's fast path: package flash-attn over the full-precision slots, with its log-sum-exp.
+"""Backend flash2: whether it can run, and which flash kernel it takes. The backend is in `flash2_cuda.py`.
 
-Live ledger entries go through `ledger.py` and are merged; windows are scored later, so that no
-attention probabilities are materialised while decoding (the paper did, and lost 2.45x). Needs a CUDA
-device, float16 or bfloat16, no left padding and no softcap. Not run on this project's own machines.
+The full-precision slots go to package flash-attn where it is installed, else to the flash kernel that torch brings;
+the codes go to the fused Triton kernel. Needs a CUDA device and half precision.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
-from engine.attention.sdpa import SdpaBackend
+from engine.attention import fused
+from engine.attention.flash_arena import HINT, FlashKernel, PackageKernel, torch_kernel
 from engine.errors import BackendError
+from engine.scores import Ranker
 
-HINT = "pip install 'qevict-lab[flash]'"
-
-
-class Flash2Backend(SdpaBackend):
-    """FlashAttention-2 for arena and prompt, with deferred scoring."""
-
-    name = "flash2"
-
-    def __init__(self) -> None:
-        from flash_attn import flash_attn_func  # an optional extra: imported where it is asked for
-
-        self._flash: Any = flash_attn_func
-
-    def attend_full(
-        self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None
-    ) -> tuple[Tensor, Tensor]:
-        """Arena by flash-attn; a masked arena (padding, idle slots, sink offset) goes through torch."""
-        if query.dtype not in (torch.float16, torch.bfloat16) or bool((bias < 0).any()):
-            return super().attend_full(query, key, value, bias, scale, softcap)
-        out, lse, _ = self._flash(
-            query.transpose(1, 2),
-            key.transpose(1, 2).to(query.dtype),
-            value.transpose(1, 2).to(query.dtype),
-            softmax_scale=scale,
-            causal=False,
-            softcap=softcap or 0.0,
-            return_attn_probs=True,
-        )
-        return out.transpose(1, 2), lse
+if TYPE_CHECKING:
+    from engine.attention.flash2_cuda import Flash2Backend
 
 
-def unavailable(device: str) -> str | None:
+def unavailable(device: str, head_dim: int | None = None) -> str | None:
     """Why flash2 cannot run on `device`, as a sentence; None where it can."""
     if not torch.cuda.is_available() or not device.startswith("cuda"):
         return "backend flash2 needs a CUDA device, and this run is on " + device + "; use sdpa or fused."
-    if importlib.util.find_spec("flash_attn") is None:
-        return f"backend flash2 needs the package flash-attn, which is not installed: {HINT}"
+    reason = fused.unavailable(device, head_dim)
+    if reason is not None:
+        return f"backend flash2 cannot run without the kernel for codes of backend fused: {reason}"
+    if head_dim is not None and head_dim % 8:
+        return f"backend flash2 needs a head_dim that is a multiple of 8, got {head_dim}; use sdpa or fused."
+    if importlib.util.find_spec("flash_attn") is None and not torch.backends.cuda.is_flash_attention_available():
+        return f"backend flash2 needs a flash kernel: this torch has none, and package flash-attn is missing: {HINT}"
     return None
 
 
-def make() -> Flash2Backend:
-    """The backend.
+def kernel() -> FlashKernel:
+    """Package flash-attn's kernel, or torch's where the package is not installed.
 
     Raises:
         BackendError: the package is there but does not load.
     """
+    if importlib.util.find_spec("flash_attn") is None:
+        return torch_kernel
     try:
-        return Flash2Backend()
+        return PackageKernel()
     except ImportError as error:
         raise BackendError(f"package flash-attn is installed but does not load: {error}. Reinstall: {HINT}") from error
+
+
+def make(ranker: Ranker) -> Flash2Backend:
+    """The backend.
+
+    Raises:
+        BackendError: no flash kernel loads, or the settings store float32.
+    """
+    if ranker.config.kv_dtype == "float32":
+        raise BackendError("backend flash2 needs a kv_dtype of float16 or bfloat16, got float32: use fused or sdpa.")
+    from engine.attention.flash2_cuda import Flash2Backend  # needs triton
+
+    return Flash2Backend(ranker, kernel())

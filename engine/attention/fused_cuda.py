@@ -51,6 +51,23 @@ class _Bound:
     ledger_scores: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One layer's decode step, on its way through the kernels.
+
+    `parts` partial results of each head are merged, the arena's `arena_splits` first.
+    """
+
+    space: _Workspace
+    bound: _Bound
+    launch: dict[str, dict[str, Any]]
+    scale: float
+    softcap: float | None
+    factor: float
+    arena_splits: int
+    parts: int
+
+
 class FusedCudaBackend(SdpaBackend):
     """Triton decode and prompt scoring.
 
@@ -62,6 +79,7 @@ class FusedCudaBackend(SdpaBackend):
     def __init__(self, ranker: Ranker) -> None:
         self.scores_in_step = ranker.power == 1.0
         self._masses = ranker.uses_attention and self.scores_in_step
+        self._arena_masses = True
         self._bound: dict[int, _Bound] = {}
         self._space: _Workspace | None = None
         self._space_for: tuple[Any, ...] = ()
@@ -105,6 +123,7 @@ class FusedCudaBackend(SdpaBackend):
             fixed = {name: kernels.launch(name) for name in ("prepare", "arena", "ledger", "merge")}
             self._fixed[kernels] = fixed
         arena_splits, ledger_splits = splits(state, kernels, query.device)
+        arena_splits = self._arena_splits(arena_splits)
         parts = arena_splits + ledger_splits
         space, bound = self._workspace(state, query), self._bind(state, layer)
         self._tick(state, space)
@@ -112,7 +131,8 @@ class FusedCudaBackend(SdpaBackend):
         # Base-2 logits: the factor goes into the query, except under a cap, which needs them as they are.
         factor = scale if kernels.capped else scale * triton_decode.LOG2E.value
         cap = softcap or 1.0
-        arena_key, arena_value, arena_ids, arena_count = bound.arena
+        arena_key, arena_value, _, arena_count = bound.arena
+        step = Step(space, bound, fixed, scale, softcap, factor, arena_splits, parts)
         *codes, ledger_ids, live_count = bound.ledger
         out = torch.empty_like(query)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
@@ -121,11 +141,7 @@ class FusedCudaBackend(SdpaBackend):
             store.slots, factor,
             **fixed["prepare"],
         )  # fmt: skip
-        triton_decode.arena[(heads, arena_splits)](
-            query, arena_key, arena_value, arena_ids, arena_count, space.pads, space.clock,
-            space.part_out, space.part_lse, space.raw_arena, store.slots, factor, cap, parts,
-            **fixed["arena"],
-        )  # fmt: skip
+        self._attend_arena(state, layer, query, step)
         if ledger_splits:
             triton_decode.ledger[(heads, ledger_splits)](
                 space.turned, *codes, ledger_ids, live_count, space.shift, rope.cos, rope.sin,
@@ -133,7 +149,7 @@ class FusedCudaBackend(SdpaBackend):
                 **fixed["ledger"],
             )  # fmt: skip
         places = store.lane_blocks * LANES
-        arena_tiles = -(-store.slots // MASS_TILE)
+        arena_tiles = -(-store.slots // MASS_TILE) if self._arena_masses else 0
         ledger_tiles = -(-places // MASS_TILE) if ledger_splits else 0
         tasks = shape.heads + (arena_tiles + ledger_tiles if self._masses else 0)
         triton_merge.merge[(shape.rows_per_layer, tasks)](
@@ -143,6 +159,20 @@ class FusedCudaBackend(SdpaBackend):
             **fixed["merge"],
         )  # fmt: skip
         return out, (None if self.scores_in_step else lse)
+
+    def _arena_splits(self, wanted: int) -> int:
+        """Partial results of the arena that a step merges."""
+        return wanted
+
+    def _attend_arena(self, state: KVState, layer: int, query: Tensor, step: Step) -> None:
+        """Writes the arena's partial results, and its windows' raw masses."""
+        arena_key, arena_value, arena_ids, arena_count = step.bound.arena
+        space, store, shape = step.space, state.pool, state.shape
+        triton_decode.arena[(shape.batch * shape.num_kv_heads, step.arena_splits)](
+            query, arena_key, arena_value, arena_ids, arena_count, space.pads, space.clock,
+            space.part_out, space.part_lse, space.raw_arena, store.slots, step.factor, step.softcap or 1.0, step.parts,
+            **step.launch["arena"],
+        )  # fmt: skip
 
     def _kernels(self, state: KVState, query: Tensor, softcap: float | None) -> KernelShape:
         store = state.pool
@@ -207,12 +237,9 @@ class FusedCudaBackend(SdpaBackend):
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of what steps write and read again."""
+        """Bytes of what steps write and read again; one set for all layers."""
         space = self._space
-        if space is None:
-            return 0
-        tensors = (space.turned, space.part_out, space.part_lse, space.raw_arena, space.raw_ledger)
-        return sum(tensor.nbytes for tensor in tensors)
+        return 0 if space is None else sum(getattr(space, name).nbytes for name in _Workspace.__slots__)
 
     def _bind(self, state: KVState, layer: int) -> _Bound:
         store = state.pool

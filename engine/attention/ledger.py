@@ -14,13 +14,13 @@ from engine.attention.state import KVState
 from engine.quant import LANES, unpack
 
 
-def ledger_keys(state: KVState, layer: int, blocks: int) -> Tensor:
-    """Post-RoPE keys of one layer's first `blocks` lane blocks, float32 [R, heads, NB, d, Ω, lane]."""
-    store, part = state.pool, state.layer_slice(layer)
+def ledger_keys(state: KVState, layer: int, blocks: int, layers: int = 1) -> Tensor:
+    """Post-RoPE keys of the first `blocks` lane blocks, float32 [R, heads, NB, d, Ω, lane]; R rows of the layers."""
+    store, part = state.pool, state.layer_slice(layer, layers)
     codes = unpack(store.key_codes[part, :, :blocks], state.config.bits, -2).float()
     scale = store.key_scale[part, :, :blocks].float().unsqueeze(-2)
     key = codes.mul_(scale).add_(store.key_zero[part, :, :blocks].float().unsqueeze(-2))
-    positions = ledger_positions(state, layer, blocks)
+    positions = ledger_positions(state, layer, blocks, layers)
     rope, half = state.rope, state.rope.half
     # [R, NB, lane, Ω, r] -> [R, 1, NB, r, Ω, lane]
     cos = rope.cos[positions].permute(0, 1, 4, 3, 2).unsqueeze(1) * rope.scale
@@ -32,24 +32,29 @@ def ledger_keys(state: KVState, layer: int, blocks: int) -> Tensor:
     return key
 
 
-def ledger_positions(state: KVState, layer: int, blocks: int) -> Tensor:
+def ledger_positions(state: KVState, layer: int, blocks: int, layers: int = 1) -> Tensor:
     """Positions of all tokens in lane blocks, int64 [R, NB, lane, Ω]; 0 where a lane is idle."""
-    store, part = state.pool, state.layer_slice(layer)
+    store, part = state.pool, state.layer_slice(layer, layers)
     ids = store.ledger_ids[part, : blocks * LANES].clamp_min(0)
-    shift = state.rows(state.shift)[part]
+    shift = state.row_shift[part]
     columns = store.columns(ids) - shift[:, None, None]
     return columns.clamp_min(0).view(ids.shape[0], blocks, LANES, -1)
 
 
 def ledger_logits(
-    state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None
+    state: KVState, layer: int, query: Tensor, *, scale: float, softcap: float | None, layers: int = 1
 ) -> tuple[Tensor, int]:
-    """Logits of query [B, H_q, T, d] on live entries, [R, heads, NB, g·T, Ω, lane], idle lanes at `NO_KEYS`."""
-    store, part, shape = state.pool, state.layer_slice(layer), state.shape
+    """Logits of query [layers·B, H_q, T, d] on live entries of one layer, or of several from it on.
+
+    Returns:
+        ([R, heads, NB, g·T, Ω, lane], idle lanes at `NO_KEYS`; NB).
+    """
+    store, part, shape = state.pool, state.layer_slice(layer, layers), state.shape
     blocks = -(-state.live_used // LANES)
-    key = ledger_keys(state, layer, blocks)
+    key = ledger_keys(state, layer, blocks, layers)
     tokens = query.shape[2]
-    grouped = query.float().reshape(shape.rows_per_layer, shape.heads, 1, state.group_heads * tokens, shape.head_dim)
+    rows = layers * shape.rows_per_layer
+    grouped = query.float().reshape(rows, shape.heads, 1, state.group_heads * tokens, shape.head_dim)
     logits = (grouped @ key.flatten(-2)) * scale
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()

@@ -14,7 +14,12 @@ from engine.attention.eager import block_sums
 from engine.attention.ledger import attend_ledger, ledger_logits
 from engine.attention.softmax import NO_KEYS, attend, merge
 from engine.attention.state import KVState
+from engine.quant import LANES
 from engine.scores import group_mean, key_masses, prompt_column_masses
+
+SCORING_BYTES = 16 * 2**20
+"""Workspace of deferred scoring on a CPU: what fits its caches is fastest."""
+SCORING_BYTES_DEVICE = 512 * 2**20
 
 
 class SdpaBackend:
@@ -22,6 +27,16 @@ class SdpaBackend:
 
     name = "sdpa"
     scores_in_step = False
+
+    @property
+    def scores_codes(self) -> bool:
+        """Whether decode scores windows of the Quant tier itself."""
+        return self.scores_in_step
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes that steps write and read again; torch's own temporaries are not counted."""
+        return 0
 
     def decode(
         self,
@@ -159,6 +174,17 @@ class SdpaBackend:
         return block_sums(state, group_mean(columns[None], state.shape.groups))
 
 
+def layers_at_once(state: KVState, tokens: int) -> int:
+    """Layers whose `tokens` queries are scored together: all, or as many as a bounded workspace holds."""
+    shape = state.shape
+    keys = state.arena_used + -(-state.live_used // LANES) * LANES
+    # Keys in float32 with their rotation's temporaries, and the logits with theirs.
+    numbers = 3 * shape.num_kv_heads * shape.head_dim + 2 * state.num_heads * tokens
+    each = 4 * numbers * keys * state.config.window_size * shape.batch
+    bound = SCORING_BYTES if state.device.type == "cpu" else SCORING_BYTES_DEVICE
+    return max(1, min(shape.num_layers, bound // max(1, each)))
+
+
 def score_pools(
     state: KVState,
     layer: int,
@@ -169,18 +195,21 @@ def score_pools(
     softcap: float | None,
     weights: Tensor | None,
     columns: Tensor | None,
+    layers: int = 1,
+    codes: bool = True,
 ) -> None:
-    """Adds the masses of queries [B, H_q, T, d] to the pools' windows (deferred scoring).
+    """Adds the masses of queries [layers·B, H_q, T, d] to the windows of one layer, or of several from it on.
 
-    `columns` are the queries' columns [T]; None = they all come after every pooled token.
+    `columns` are the queries' columns [T]; None = they all come after every pooled token. `codes`: the Quant
+    tier's windows too.
     """
     window = state.config.window_size
-    key, _, bias = state.arena(layer)
+    key, _, bias = state.arena(layer, layers)
     visible = bias >= 0
     if columns is not None:
-        store, part = state.pool, state.layer_slice(layer)
+        store, part = state.pool, state.layer_slice(layer, layers)
         at = store.columns(store.arena_ids[part, : state.arena_used]).flatten(1)
-        at = at.view(state.shape.batch, state.shape.groups, 1, -1)
+        at = at.view(query.shape[0], state.shape.groups, 1, -1)
         visible = visible & (at <= columns[None, None, :, None])
     masses = key_masses(
         query,
@@ -194,10 +223,10 @@ def score_pools(
     )
     arena = group_mean(masses, state.shape.groups).unflatten(1, (-1, window)).sum(-1)
     ledger = None
-    if state.live_used:
-        logits, _ = ledger_logits(state, layer, query, scale=scale, softcap=softcap)
-        tokens = query.shape[2]
-        normal = lse.reshape(state.shape.rows_per_layer, state.shape.heads, 1, state.group_heads * tokens, 1, 1)
+    if codes and state.live_used:
+        logits, _ = ledger_logits(state, layer, query, scale=scale, softcap=softcap, layers=layers)
+        rows, tokens = layers * state.shape.rows_per_layer, query.shape[2]
+        normal = lse.reshape(rows, state.shape.heads, 1, state.group_heads * tokens, 1, 1)
         mass = logits.sub_(normal).exp_()
         if state.ranker.power != 1.0:
             mass = mass**state.ranker.power
@@ -205,5 +234,5 @@ def score_pools(
             mass = mass * weights.repeat(state.group_heads)[:, None, None]
         # Mean over the group's query heads, sum over queries and tokens: [R, places].
         total = mass.sum((3, 4)).sum(1) / (state.shape.heads * state.group_heads)
-        ledger = total.reshape(state.shape.rows_per_layer, -1)
-    state.add_scores(layer, arena, ledger)
+        ledger = total.reshape(rows, -1)
+    state.add_scores(layer, arena, ledger, layers)

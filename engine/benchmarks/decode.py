@@ -92,6 +92,8 @@ def measure_decode(
     caches = filled_caches(loaded, ids, config, backends, room=rounds + 16)
     token = ids[:, :1]
     ours = {name: cache for name, cache in caches.items() if isinstance(cache, QEvictCache)}
+    for cache in ours.values():
+        cache.clock = clock  # a share of two clocks would be none
     before = {name: cache.route_seconds for name, cache in ours.items()}
     cases = {name: (lambda number, cache=cache: forward(loaded.model, token, cache)) for name, cache in caches.items()}
     times = interleave(cases, rounds=rounds, warmup=4, clock=clock)

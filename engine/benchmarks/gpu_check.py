@@ -1,10 +1,11 @@
 """One prepared script for a machine with a GPU: is the Triton backend right there, and how fast is it?
 
-    python -m engine.benchmarks.gpu_check [--json out.json] [--quick] [--cells]
+    python -m engine.benchmarks.gpu_check [--json out.json] [--quick] [--checks] [--cells]
 
-First correctness, every kernel against the float32 twin on the CPU; then a captured CUDA graph; then decode
-attention against torch's SDPA; then `bench table4`. Ends with status 1 where something disagrees. With
-TRITON_INTERPRET=1 and no GPU only the correctness part runs, interpreted.
+First correctness, every kernel and both flash kernels of flash2 against the float32 twin on the CPU; a captured CUDA
+graph; how often an event makes the host wait; a small model. Then decode attention against torch's SDPA, and
+`bench table4`. A check that fails or raises is a row like the others, and the rest go on. Ends with status 1 where
+something disagrees. With TRITON_INTERPRET=1 and no GPU only the kernels' checks run, interpreted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,27 @@ from torch import Tensor
 from engine.adapter import enable
 from engine.attention import fused_cuda, triton_columns
 from engine.attention.eager import EagerBackend
+from engine.attention.flash2_cuda import Flash2Backend
+from engine.attention.flash_arena import FlashKernel, PackageKernel, torch_kernel
 from engine.attention.fused_cuda import FusedCudaBackend
 from engine.attention.sdpa import SdpaBackend
 from engine.attention.softmax import attend
 from engine.attention.state import KVState
 from engine.benchmarks import table4
-from engine.benchmarks.attention import SHAPES, HeadShape, filled_state
+from engine.benchmarks.attention import SHAPES, filled_state
 from engine.benchmarks.decode import forward
+from engine.benchmarks.gpu_cases import (
+    HEAD_DIMS,
+    QUICK,
+    SPECIAL,
+    Case,
+    covering,
+    distance,
+    filled,
+    moved,
+    new_token,
+    on,
+)
 from engine.cache import QEvictCache
 from engine.config import QEvictConfig
 from engine.errors import EngineError
@@ -42,163 +57,152 @@ from engine.scores import Ranker, prompt_column_masses
 CELLS = ((256, 1024, 32), (4096, 256, 1), (4096, 256, 32), (2048, 512, 1), (2048, 512, 32), (1024, 1024, 1))
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A shape whose decode step is compared."""
-
-    group: int
-    head_dim: int
-    dtype: str
-    bits: int = 2
-    window: int = 8
-    value_group: int | None = None
-    softcap: float | None = None
-    scope: str = "layer"
-    context: int = 700
-    batch: int = 2
+Check = tuple[str, Callable[[], dict[str, Any]]]
+"""A name, and what gives a row with "passed" in it."""
 
 
-CASES = (
-    Case(3, 64, "float16"),
-    Case(3, 64, "bfloat16"),
-    Case(3, 64, "float32"),
-    Case(4, 128, "float16"),
-    Case(4, 128, "bfloat16", bits=4),
-    Case(4, 128, "float32", bits=4),
-    Case(1, 80, "float16", window=4),
-    Case(7, 96, "bfloat16", window=16, bits=4),
-    Case(8, 256, "bfloat16", softcap=30.0),
-    Case(8, 256, "float16", window=32, bits=4, context=1500),
-    Case(4, 128, "bfloat16", value_group=32),
-    Case(4, 128, "float16", scope="kv_head", window=16),
-)
-
-
-def filled(case: Case, device: torch.device) -> tuple[KVState, KVState]:
-    """The same random pools on the device and on the CPU."""
-    torch.manual_seed(case.head_dim + case.group)
-    config = QEvictConfig(
-        kv_budget=0.4,
-        window_size=case.window,
-        bits=case.bits,
-        value_group_size=case.value_group,
-        score_scope=case.scope,
-        kv_dtype=case.dtype,
-    )
-    shape = HeadShape("check", 2 * case.group, 2, case.head_dim)
-    twin = filled_state(shape, config, case.context, case.batch, 1, getattr(torch, case.dtype))
-    torch.manual_seed(case.head_dim + case.group)
-    mine = filled_state(shape, config, case.context, case.batch, 1, getattr(torch, case.dtype))
-    for name, tensor in twin.pool.persistent_tensors().items():
-        getattr(mine.pool, name).copy_(tensor)
-    return moved(mine, device), twin
-
-
-def moved(state: KVState, device: torch.device) -> KVState:
-    """A filled state with all its tensors on `device`."""
-    store = state.pool
-    for owner in (state, store, state.rope):
-        names = getattr(type(owner), "__slots__", None) or list(vars(owner))
-        for name in names:
-            value = getattr(owner, name)
-            if isinstance(value, Tensor):
-                setattr(owner, name, value.to(device))
-    state.device = store.device = device
-    return state
-
-
-def check_decode(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Errors of output and masses relative to the twin, beside those of torch's own arithmetic in that dtype."""
-    for case in CASES:
-        mine, twin = filled(case, device)
-        dtype = getattr(torch, case.dtype)
-        if dtype == torch.bfloat16 and device.type == "cpu":
+def decode_checks(device: torch.device, cases: Sequence[Case]) -> Iterator[Check]:
+    """Decode of backend fused, and of flash2 with each flash kernel that is here."""
+    for case in cases:
+        if case.dtype == "bfloat16" and device.type == "cpu":
             continue  # the interpreter multiplies bit patterns
-        query = torch.randn(case.batch, 2 * case.group, 1, case.head_dim).to(dtype)
-        key, value = (torch.randn(case.batch, 2, 1, case.head_dim).to(dtype) for _ in range(2))
-        call: dict[str, Any] = {"scale": case.head_dim**-0.5, "softcap": case.softcap}
-        plain, _ = SdpaBackend().decode(
-            moved(filled(case, device)[0], device), 0, *on(device, query, key, value), **call
-        )
-        out, _ = FusedCudaBackend(Ranker(mine.config)).decode(mine, 0, *on(device, query, key, value), **call)
-        want, _ = EagerBackend().decode(twin, 0, query.float(), key, value, **call)
-        error, usual = distance(out, want), distance(plain, want)
-        mass = max(
-            distance(mine.pool.arena_scores, twin.pool.arena_scores),
-            distance(mine.pool.ledger_scores, twin.pool.ledger_scores),
-        )
-        unit = float(torch.finfo(dtype).eps)
-        stored = torch.equal(mine.pool.arena_key.cpu(), twin.pool.arena_key)
-        passed = stored and error <= max(2 * usual, 2 * unit, 5e-5) and mass <= max(8 * unit, 1e-4)
-        yield {
-            "check": f"decode {case}",
-            "error": error,
-            "error_of_sdpa": usual,
-            "mass_error": mass,
-            "passed": passed,
-        }
-
-
-def check_prompt(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Prompt attention with its log-sum-exp, and column sums, against float32 on the CPU."""
-    for dtype, dim in ((torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.float16, 80)):
-        if dtype == torch.bfloat16 and device.type == "cpu":
+        yield f"decode {case}", partial(check_decode, device, case, None)
+        if case.dtype == "float32" and device.type == "cuda":
             continue
-        torch.manual_seed(dim)
-        heads, kv_heads, tokens = 6, 2, 300
-        query = torch.randn(1, heads, tokens, dim).to(dtype)
-        key, value = (torch.randn(1, kv_heads, tokens, dim).to(dtype) for _ in range(2))
-        scale, unit = dim**-0.5, float(torch.finfo(dtype).eps)
-        out, lse = attend(*on(device, query, key, value), scale=scale, causal=True)
-        want, want_lse = attend(query.float(), key.float(), value.float(), scale=scale, causal=True)
-        error, lse_error = distance(out, want), float((lse.cpu() - want_lse).abs().max())
-        yield {
-            "check": f"prompt attention {dtype} d={dim}",
-            "error": error,
-            "lse_error": lse_error,
-            "passed": error <= max(4 * unit, 1e-5) and lse_error <= max(8 * unit, 1e-4),
-        }
-        columns = prompt_column_masses(
-            query.float(),
-            key.float(),
-            want_lse,
-            scale=scale,
-            softcap=None,
-            query_start=0,
-            key_start=0,
-            first_valid=0,
-            weights=None,
-            power=1.0,
-        )
-        found = triton_columns.column_masses(
-            *on(device, query[0], key[0], want_lse[0]), scale=scale, window_size=1, groups=heads
-        )
-        error = distance(found, columns)
-        yield {"check": f"prompt columns {dtype} d={dim}", "error": error, "passed": error <= max(4 * unit, 1e-5)}
+        for name, kernel in flash_kernels():
+            if case.softcap is None or kernel is not torch_kernel:
+                yield f"flash2 by {name} {case}", partial(check_decode, device, case, kernel)
+
+
+def flash_kernels() -> list[tuple[str, FlashKernel]]:
+    """torch's kernel, and the package's where it is installed."""
+    try:
+        return [("torch", torch_kernel), ("package", PackageKernel())]
+    except ImportError:
+        return [("torch", torch_kernel)]
+
+
+def check_decode(device: torch.device, case: Case, flash: FlashKernel | None) -> dict[str, Any]:
+    """Errors of output and masses relative to the twin, beside those of torch's own arithmetic in that dtype."""
+    mine, twin = filled(case, device)
+    usual_state, _ = filled(case, device)
+    query, key, value = new_token(case)
+    call: dict[str, Any] = {"scale": case.head_dim**-0.5, "softcap": case.softcap}
+    plain, _ = SdpaBackend().decode(usual_state, 0, *on(device, query, key, value), **call)
+    ranker = Ranker(mine.config)
+    backend = FusedCudaBackend(ranker) if flash is None else Flash2Backend(ranker, flash)
+    out, _ = backend.decode(mine, 0, *on(device, query, key, value), **call)
+    want, _ = EagerBackend().decode(twin, 0, query.float(), key, value, **call)
+    error, usual = distance(out, want), distance(plain, want)
+    mass = distance(mine.pool.ledger_scores, twin.pool.ledger_scores)
+    if flash is None:  # flash2 scores the arena's windows at the event
+        mass = max(mass, distance(mine.pool.arena_scores, twin.pool.arena_scores))
+    unit = float(torch.finfo(query.dtype).eps)
+    stored = torch.equal(mine.pool.arena_key.cpu(), twin.pool.arena_key)
+    passed = stored and error <= max(2 * usual, 2 * unit, 5e-5) and mass <= max(8 * unit, 1e-4)
+    return {"error": error, "error_of_sdpa": usual, "mass_error": mass, "passed": passed}
+
+
+def prompt_checks(device: torch.device) -> Iterator[Check]:
+    """Prompt attention with its log-sum-exp, and column sums, for every head_dim and dtype."""
+    for dim in HEAD_DIMS:
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            if dtype == torch.bfloat16 and device.type == "cpu":
+                continue
+            yield f"prompt attention {dtype} d={dim}", partial(check_prompt, device, dtype, dim)
+            yield f"prompt columns {dtype} d={dim}", partial(check_columns, device, dtype, dim)
+
+
+def _prompt(dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Query, key, value of 300 tokens, and the float32 twin's output and log-sum-exp."""
+    torch.manual_seed(dim)
+    query = torch.randn(1, 6, 300, dim).to(dtype)
+    key, value = (torch.randn(1, 2, 300, dim).to(dtype) for _ in range(2))
+    want, lse = attend(query.float(), key.float(), value.float(), scale=dim**-0.5, causal=True)
+    return query, key, value, want, lse
+
+
+def check_prompt(device: torch.device, dtype: torch.dtype, dim: int) -> dict[str, Any]:
+    """Causal attention and its log-sum-exp, against float32 on the CPU."""
+    query, key, value, want, want_lse = _prompt(dtype, dim)
+    out, lse = attend(*on(device, query, key, value), scale=dim**-0.5, causal=True)
+    unit = float(torch.finfo(dtype).eps)
+    error, lse_error = distance(out, want), float((lse.cpu() - want_lse).abs().max())
+    passed = error <= max(4 * unit, 1e-5) and lse_error <= max(8 * unit, 1e-4)
+    return {"error": error, "lse_error": lse_error, "passed": passed}
+
+
+def check_columns(device: torch.device, dtype: torch.dtype, dim: int) -> dict[str, Any]:
+    """Column sums from log-sum-exps, against float32 on the CPU."""
+    query, key, _, _, lse = _prompt(dtype, dim)
+    columns = prompt_column_masses(
+        query.float(),
+        key.float(),
+        lse,
+        scale=dim**-0.5,
+        softcap=None,
+        query_start=0,
+        key_start=0,
+        first_valid=0,
+        weights=None,
+        power=1.0,
+    )
+    found = triton_columns.column_masses(
+        *on(device, query[0], key[0], lse[0]), scale=dim**-0.5, window_size=1, groups=query.shape[1]
+    )
+    error = distance(found, columns)
+    return {"error": error, "passed": error <= max(4 * float(torch.finfo(dtype).eps), 1e-5)}
 
 
 @torch.inference_mode()
-def check_model(device: torch.device) -> Iterator[dict[str, Any]]:
-    """A small Llama, prompt and 40 tokens: logits of backend fused against eager, both in the model's dtype."""
-    for dtype in (torch.float32, torch.bfloat16):
-        model = table4.build(table4.MODELS["small"], str(device), dtype)
-        enable(model)
-        ids = torch.randint(5, 8000, (2, 440), generator=torch.Generator().manual_seed(0)).to(device)
-        logits = {}
-        for name in ("fused", "sdpa", "eager"):
-            cache = QEvictCache(model, QEvictConfig(kv_budget=0.3, planned_new_tokens=40, backend=name))
-            steps = [forward(model, ids[:, :400], cache)[:, -1]]
-            steps += [forward(model, ids[:, at : at + 1], cache)[:, -1] for at in range(400, 440)]
-            logits[name] = torch.stack(steps).float()
-        error, usual = (distance(logits[name], logits["eager"]) for name in ("fused", "sdpa"))
-        # Routing may tip over a near tie in half precision: then both differ alike.
-        passed = error <= max(2 * usual, 1e-4 if dtype == torch.float32 else 0.05)
-        yield {"check": f"model {dtype}", "error": error, "error_of_sdpa": usual, "passed": passed}
+def check_model(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A small Llama, prompt and 40 tokens: logits of fused and flash2 against eager, all in the model's dtype."""
+    model = table4.build(table4.MODELS["small"], str(device), dtype)
+    enable(model)
+    ids = torch.randint(5, 8000, (2, 440), generator=torch.Generator().manual_seed(0)).to(device)
+    logits = {}
+    for name in ("fused", "sdpa", "eager", *(() if dtype == torch.float32 else ("flash2",))):
+        cache = QEvictCache(model, QEvictConfig(kv_budget=0.3, planned_new_tokens=40, backend=name))
+        steps = [forward(model, ids[:, :400], cache)[:, -1]]
+        steps += [forward(model, ids[:, at : at + 1], cache)[:, -1] for at in range(400, 440)]
+        logits[name] = torch.stack(steps).float()
+    errors = {name: distance(found, logits["eager"]) for name, found in logits.items() if name != "eager"}
+    # Routing may tip over a near tie in half precision: then all differ alike.
+    limit = max(2 * errors["sdpa"], 1e-4 if dtype == torch.float32 else 0.05)
+    return {"errors": errors, "passed": all(error <= limit for error in errors.values())}
+
+
+@torch.inference_mode()
+def check_waits(device: torch.device, backend: str) -> dict[str, Any]:
+    """A routing event makes the host wait once, and a step between two events never."""
+    model = table4.build(table4.MODELS["small"], str(device), torch.bfloat16)
+    enable(model)
+    cache = QEvictCache(model, QEvictConfig(kv_budget=0.3, planned_new_tokens=64, backend=backend))
+    ids = torch.randint(5, 8000, (1, 464), generator=torch.Generator().manual_seed(0)).to(device)
+    forward(model, ids[:, :400], cache)
+    waits: list[int] = []
+    event = cache._route
+
+    def counted() -> None:
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                event()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        waits.append(sum("synchron" in str(one.message) for one in told))
+
+    cache._route = counted  # type: ignore[method-assign]
+    for at in range(400, 464):
+        forward(model, ids[:, at : at + 1], cache)
+    # The first event allocates the pools and uploads constants.
+    return {"waits": waits, "passed": len(waits) > 4 and max(waits[1:]) <= 1}
 
 
 def check_graph(device: torch.device) -> dict[str, Any]:
     """A decode step captured in a CUDA graph and replayed gives what a plain step gives."""
-    case = CASES[3]
+    case = Case(4, 128, "float16")
     (mine, _), (plain, _) = filled(case, device), filled(case, device)
     query, key, value = on(
         device, *(torch.randn(case.batch, heads, 1, case.head_dim).half() for heads in (2 * case.group, 2, 2))
@@ -214,7 +218,7 @@ def check_graph(device: torch.device) -> dict[str, Any]:
         want, _ = other.decode(plain, 0, query, key, value, **call)
     error = distance(out, want)
     mass = distance(mine.pool.ledger_scores, plain.pool.ledger_scores)
-    return {"check": "captured graph", "error": error, "mass_error": mass, "passed": max(error, mass) < 1e-6}
+    return {"error": error, "mass_error": mass, "passed": max(error, mass) < 1e-6}
 
 
 def time_attention(device: torch.device, quick: bool) -> Iterator[dict[str, Any]]:
@@ -285,54 +289,91 @@ def read_bandwidth(device: torch.device) -> float:
     return data.nbytes / (in_graph(lambda: data.sum()) * 1e-6)
 
 
-def on(device: torch.device, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors on `device`."""
-    return tuple(tensor.to(device) for tensor in tensors)
+def checks(device: torch.device, quick: bool) -> Iterator[Check]:
+    """All checks, the quickest to fail first."""
+    yield from decode_checks(device, QUICK if quick else [*covering(), *SPECIAL])
+    yield from prompt_checks(device)
+    if device.type == "cuda":
+        yield "captured graph", partial(check_graph, device)
+        for backend in ("fused", "flash2"):
+            yield f"waits of an event, {backend}", partial(check_waits, device, backend)
+        for dtype in (torch.float32, torch.bfloat16):
+            yield f"model {dtype}", partial(check_model, device, dtype)
 
 
-def distance(mine: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm of `theirs`; infinite where something is not a number."""
-    mine, theirs = mine.double().cpu(), theirs.double().cpu()
-    found = float((mine - theirs).norm() / theirs.norm().clamp_min(1e-12))
-    return found if found == found else float("inf")
+def attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A check's row; what it raises is a failure like any other, and costs no other check."""
+    try:
+        return {"check": name, **work()}
+    except (EngineError, RuntimeError, ValueError, TypeError, triton.TritonError) as error:
+        return {"check": name, "passed": False, "error_text": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def lost(device: torch.device) -> bool:
+    """Whether the device answers no more, as after an illegal access: then nothing else can be learned here."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
 
 
 def run(arguments: argparse.Namespace, say: Callable[[str, dict[str, Any]], None]) -> bool:
-    """All parts in order; whether every check passed."""
+    """Checks, then timings; whether everything passed and was measured."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda:0" if cuda else "cpu")
     name = torch.cuda.get_device_name(device) if cuda else "none; interpreted"
-    say("machine", {"device": name, "torch": torch.__version__, "triton": triton.__version__})
-    good = True
-    parts: list[Callable[[], Any]] = [lambda: check_decode(device), lambda: check_prompt(device)]
-    if cuda:
-        parts += [lambda: check_model(device), lambda: iter([check_graph(device)])]
-    for part in parts:
+    flash = [kernel for kernel, _ in flash_kernels()]
+    say("machine", {"device": name, "torch": torch.__version__, "triton": triton.__version__, "flash": flash})
+    failed: list[str] = []
+    count = 0
+    for check, work in checks(device, arguments.quick):
+        row = attempt(check, work)
+        say("check", row)
+        count += 1
+        if not row["passed"]:
+            failed.append(check)
+            if lost(device):
+                say("summary", {"checks": count, "failed": failed, "device_lost": True})
+                return False
+    say("summary", {"checks": count, "failed": failed})
+    if not cuda or arguments.checks:
+        return not failed
+    # Of a kernel that errs a time means little, and the rows say so; the others are still worth having.
+    say("note", {"all_checks_passed": not failed})
+    backends = ("fused",) if any("flash2" in name or "model" in name for name in failed) else ("fused", "flash2")
+    for kind, rows in timings(device, arguments, backends):
         try:
-            for row in part():
-                good &= bool(row["passed"])
-                say("check", row)
+            for row in rows:
+                say(kind, row)
         except (EngineError, RuntimeError, triton.TritonError) as error:
-            # One broken part must not cost the others: time on such a machine is short.
-            good = False
-            say("check", {"check": "part ended early", "error_text": str(error)[:2000], "passed": False})
-    if not cuda or not good:
-        return good
-    for row in time_attention(device, arguments.quick):
-        say("attention", row)
+            failed.append(kind)
+            say(kind, {"error_text": f"{type(error).__name__}: {error}"[:2000]})
+            if lost(device):
+                return False
+    return not failed
+
+
+def timings(
+    device: torch.device, arguments: argparse.Namespace, backends: tuple[str, ...]
+) -> Iterator[tuple[str, Iterator[dict[str, Any]]]]:
+    """Decode attention, then cells of `bench table4`, each apart so that one that fails costs no other."""
+    yield "attention", time_attention(device, arguments.quick)
     wanted = "small" if arguments.quick else "llama8b"
     model = table4.build(table4.MODELS[wanted], str(device), torch.bfloat16)
     for prompt, new, batch in CELLS if arguments.cells else CELLS[:1]:
         new = min(new, 64) if arguments.quick else new
-        for row in table4.measure(model, prompt_tokens=prompt, new_tokens=new, batch=batch, backends=("fused",)):
-            say("table4", {"shape": wanted, **row})
-    return good
+        rows = table4.measure(model, prompt_tokens=prompt, new_tokens=new, batch=batch, backends=backends)
+        yield "table4", ({"shape": wanted, **row} for row in rows)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write all rows there")
     parser.add_argument("--quick", action="store_true", help="a small model and one budget: about two minutes")
+    parser.add_argument("--checks", action="store_true", help="no timings")
     parser.add_argument("--cells", action="store_true", help="six cells of prompt, new tokens and batch, not one")
     arguments = parser.parse_args()
     if not torch.cuda.is_available() and not fused_cuda.interpreted():

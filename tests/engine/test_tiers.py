@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.budget import KVShape, make_plan
-from engine.cache import _larger
+from engine.cache import larger_plan
 from engine.config import QEvictConfig
 from engine.errors import CacheUseError
 from engine.quant import LANES, dequantize
@@ -243,7 +243,7 @@ def test_capacities_that_grow_fit_the_larger_budget() -> None:
         shape = KVShape(1, 2, int(chance.choice([16, 64])), int(chance.choice([2, 4])))
         length = int(chance.integers(200, 300))
         old, new = (make_plan(config, shape, n) for n in (length, length + int(chance.integers(1, 80))))
-        grown = _larger(old, new)
+        grown = larger_plan(old, new)
         assert grown.full_capacity >= old.full_capacity and grown.quant_capacity >= old.quant_capacity
         assert grown.persistent_bytes <= grown.total_bytes == new.total_bytes
         both = max(old.full_capacity, new.full_capacity), max(old.quant_capacity, new.quant_capacity)

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +19,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from engine.attention import fused_cuda, triton_columns
 from engine.attention.eager import EagerBackend
+from engine.attention.flash2_cuda import Flash2Backend
+from engine.attention.flash_arena import PackageKernel, torch_kernel
 from engine.attention.fused_cuda import FusedCudaBackend
 from engine.attention.sdpa import SdpaBackend
+from engine.attention.softmax import attend
 from engine.attention.state import KVState
 from engine.benchmarks.attention import HeadShape, filled_state
 from engine.config import QEvictConfig
@@ -121,7 +126,12 @@ def clean(state: KVState) -> KVState:
     return twin
 
 
-def both(case: Case, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def both(
+    case: Case,
+    monkeypatch: pytest.MonkeyPatch,
+    seed: int = 0,
+    make: Callable[[Ranker], FusedCudaBackend] = FusedCudaBackend,
+) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """(kernel's, twin's) output, scores and newest key."""
     monkeypatch.setattr(fused_cuda, "splits", lambda *given: case.splits)
     monkeypatch.setattr(fused_cuda, "most_splits", lambda *given: max(case.splits))
@@ -134,7 +144,7 @@ def both(case: Case, monkeypatch: pytest.MonkeyPatch, seed: int = 0) -> dict[str
     key, value = (torch.randn(size).to(case.stored).to(case.query) for _ in range(2))
     ranker = Ranker(case.config)
     call: dict[str, Any] = {"scale": case.dim**-0.5, "softcap": case.softcap}
-    out, lse = FusedCudaBackend(ranker).decode(state, 0, query, key, value, **call)
+    out, lse = make(ranker).decode(state, 0, query, key, value, **call)
     if lse is None:
         want, _ = EagerBackend().decode(twin, 0, query.float(), key, value, **call)
         found = {"out": (out, want)}
@@ -208,11 +218,27 @@ def test_any_number_of_splits_gives_the_same(monkeypatch: pytest.MonkeyPatch) ->
             torch.testing.assert_close(mine, results[0][name][0], atol=1e-6, rtol=1e-5)
 
 
-def driven(config: QEvictConfig, kernels: bool, steps: list[int], **shape: Any) -> Drive:
+def driven(
+    config: QEvictConfig,
+    make: Callable[[Ranker], FusedCudaBackend] | None,
+    steps: list[int],
+    **shape: Any,
+) -> Drive:
     drive = Drive(config, **shape)
-    backend = FusedCudaBackend(Ranker(config)) if kernels else EagerBackend()
-    drive.cache._backend = backend
+    drive.cache._backend = EagerBackend() if make is None else make(Ranker(config))
     return drive.run(steps)
+
+
+def same_run(mine: Drive, theirs: Drive) -> None:
+    """The same outputs, decisions, scores and places all the way."""
+    for ours, wanted in zip(mine.outputs, theirs.outputs, strict=True):
+        for a, b in zip(ours, wanted, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    for found, expected in zip(mine.records, theirs.records, strict=True):
+        assert torch.equal(found.after, expected.after)
+        torch.testing.assert_close(found.scores, expected.scores, atol=2e-5, rtol=2e-5)
+    pool, twin = mine.cache.state.pool, theirs.cache.state.pool
+    assert torch.equal(pool.ledger_ids, twin.ledger_ids) and torch.equal(pool.arena_ids, twin.arena_ids)
 
 
 @pytest.mark.parametrize("shape", ({}, {"pads": (0, 5), "softcap": 20.0}), ids=str)
@@ -220,23 +246,106 @@ def test_a_run_with_events_and_an_append(shape: dict[str, Any]) -> None:
     """Prompt, decode across events, a second prompt, decode: the same outputs, scores and places all the way."""
     config = QEvictConfig(kv_budget=0.5, planned_new_tokens=40, window_size=4, sink_tokens=3, local_tokens=8)
     steps = [50, 1, 1, 1, 1, 1, 6, 1, 1, 1]
-    mine, theirs = (driven(config, kernels, steps, layers=1, **shape) for kernels in (True, False))
-    for ours, wanted in zip(mine.outputs, theirs.outputs, strict=True):
-        for a, b in zip(ours, wanted, strict=True):
-            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+    mine, theirs = (driven(config, make, steps, layers=1, **shape) for make in (FusedCudaBackend, None))
+    same_run(mine, theirs)
     pool, twin = mine.cache.state.pool, theirs.cache.state.pool
-    assert torch.equal(pool.ledger_ids, twin.ledger_ids) and torch.equal(pool.arena_ids, twin.arena_ids)
     torch.testing.assert_close(pool.arena_scores, twin.arena_scores, atol=2e-5, rtol=2e-5)
     torch.testing.assert_close(pool.ledger_scores, twin.ledger_scores, atol=2e-5, rtol=2e-5)
 
 
 def test_a_run_without_a_quant_tier() -> None:
     config = QEvictConfig(kv_budget=0.5, quant_share=0.0, planned_new_tokens=20, window_size=2, sink_tokens=3)
-    mine, theirs = (driven(config, kernels, [40, 1, 1, 1], layers=1) for kernels in (True, False))
+    mine, theirs = (driven(config, make, [40, 1, 1, 1], layers=1) for make in (FusedCudaBackend, None))
     for ours, wanted in zip(mine.outputs, theirs.outputs, strict=True):
         torch.testing.assert_close(ours[0], wanted[0], atol=2e-5, rtol=2e-5)
     pools = mine.cache.state.pool, theirs.cache.state.pool
     torch.testing.assert_close(pools[0].arena_scores, pools[1].arena_scores, atol=2e-5, rtol=2e-5)
+
+
+# ---- flash2: a stand-in for the flash kernel, the real one for codes ---------------------------------------------
+
+
+def package(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, cache_seqlens: torch.Tensor,
+    cache_leftpad: torch.Tensor | None, softmax_scale: float, causal: bool, softcap: float, return_softmax_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What package flash-attn documents of this call: [B, T, H, d] in, lengths int32, no mask."""
+    assert return_softmax_lse and not causal and cache_seqlens.dtype == torch.int32
+    assert q.shape[1] == 1 and q.dtype == k_cache.dtype == v_cache.dtype and k_cache.stride(-1) == 1
+    outs, lses = [], []
+    for b in range(q.shape[0]):
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        seen = slice(first, int(cache_seqlens[b]))
+        query = q[b : b + 1].transpose(1, 2)
+        key, value = (x[b : b + 1, seen].transpose(1, 2) for x in (k_cache, v_cache))
+        out, lse = attend(query, key, value, scale=softmax_scale, softcap=softcap or None)
+        outs.append(out.transpose(1, 2))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def by_package(ranker: Ranker) -> Flash2Backend:
+    return Flash2Backend(ranker, PackageKernel())
+
+
+def by_torch(ranker: Ranker) -> Flash2Backend:
+    return Flash2Backend(ranker, torch_kernel)
+
+
+@pytest.fixture(autouse=True)
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_with_kvcache=package))
+
+
+FLASH = (
+    Case(),
+    Case(group=1, dim=80, bits=4, window=4, splits=(1, 3)),
+    Case(group=4, dim=128, softcap=15.0, context=330),
+    Case(group=2, scope="kv_head", value_group=16),
+    Case(ranker="p_norm"),
+    Case(query=torch.float16, stored=torch.float16),
+    Case(query=torch.float16, stored=torch.float16, group=7, kv_heads=1, window=16, bits=4),
+)
+
+
+@pytest.mark.parametrize("flash2", (by_package, by_torch))
+@pytest.mark.parametrize("case", FLASH, ids=str)
+def test_flash2_joins_a_flash_kernel_with_the_codes(case: Case, monkeypatch: pytest.MonkeyPatch, flash2: Any) -> None:
+    """Output and log-sum-exp of the joint softmax; the twin scores nothing in its step, so its codes' masses differ."""
+    found = both(case, monkeypatch, make=flash2)
+    unit = torch.finfo(case.query).eps
+    out, want = (x.float() for x in found["out"])
+    assert float((out - want).norm() / want.norm()) < max(2 * unit, 5e-6)
+    torch.testing.assert_close(*found["lse"], atol=max(4 * unit, 2e-5), rtol=2 * unit)
+    assert torch.equal(*found["key"]) and torch.equal(*found["value"])
+    assert not found["arena"][0].any(), "full-precision windows are scored at the event"
+    assert bool(found["ledger"][0].any()) == (case.ranker == "cumulative")
+
+
+PADDED = {"pads": (0, 5), "softcap": 20.0}
+
+
+@pytest.mark.parametrize(
+    ("flash2", "shape", "changes"),
+    (
+        (by_package, {}, {}),
+        (by_torch, PADDED, {}),
+        (by_torch, {}, {"ranker": "decayed", "decay_half_life": 7.0}),
+        (by_package, PADDED, {"score_scope": "kv_head"}),
+    ),
+    ids=str,
+)
+def test_a_run_of_flash2_routes_as_the_reference_does(
+    flash2: Any, shape: dict[str, Any], changes: dict[str, Any]
+) -> None:
+    """Events, an append on top of pools, padding: decisions and scores are the reference's."""
+    settings = {"kv_budget": 0.5, "planned_new_tokens": 40, "window_size": 4, "sink_tokens": 3, "local_tokens": 8}
+    config = QEvictConfig(**{**settings, **changes})
+    steps = [46, *[1] * 6, 6, 1, 1]
+    mine, theirs = (driven(config, make, steps, layers=1, **shape) for make in (flash2, None))
+    assert len(mine.records) >= 3 and mine.cache.state.live_used
+    same_run(mine, theirs)
+    assert mine.cache.workspace_bytes > 0 and mine.cache.backend_name == "flash2"
 
 
 @pytest.mark.parametrize("past", (0, 30))

@@ -36,7 +36,7 @@ def run(*command: str, **environment: str) -> str:
 
 
 @needs_triton
-@pytest.mark.timeout(900)  # the interpreter is slow, and slower on a loaded machine
+@pytest.mark.timeout(1800)  # the interpreter is slow, and slower on a loaded machine
 def test_kernels_agree_with_the_twin_in_the_interpreter() -> None:
     """A process of its own: Triton reads the switch when it is imported."""
     cases = str(Path(__file__).with_name("interpreter_cases.py"))
