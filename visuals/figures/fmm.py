@@ -57,14 +57,14 @@ def fmm_figure(
     figure.update_yaxes(tickformat=".0%", range=[0, 1])
     figure.update_layout(hovermode="x unified")
     event_axis(figure, len(events))
-    curves: list[tuple[str, list[float], str, str]] = []
+    curves: list[tuple[str, list[float], str, str, str]] = []
     if scope != "history":
-        curves.append(("fmm", [event.fmm for event in events], colors.evicted, "solid"))
-        curves.append(("fmm_fp_only", [event.fmm_fp_only for event in events], colors.full, "dash"))
+        curves.append(("fmm", [event.fmm for event in events], colors.evicted, "solid", "circle"))
+        curves.append(("fmm_fp_only", [event.fmm_fp_only for event in events], colors.full, "dash", "square"))
     if scope != "all":
-        curves.append(("fmm_history", [event.fmm_history for event in events], colors.ink, "dot"))
-    for key, values, color, dash in curves if events else []:
-        _curve(figure, say(words, WORDS, key), events, values, color, dash, horizon, words)
+        curves.append(("fmm_history", [event.fmm_history for event in events], colors.ink, "dot", "diamond"))
+    for key, values, color, dash, marker in curves if events else []:
+        _curve(figure, say(words, WORDS, key), events, values, color, dash, horizon, words, marker)
     return note_if_empty(figure, theme, say(words, WORDS, "nothing"))
 
 

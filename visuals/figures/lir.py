@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Final, Literal
 
+import numpy as np
 import plotly.graph_objects as go
 
 from engine.metrics.lir import ReturnStats
@@ -23,9 +24,12 @@ WORDS: Final[dict[str, str]] = {
     "ttr_events": "routing events away",
     "ttr_tokens": "tokens away",
     "ttr_axis": "absences",
-    "median": "median {value:g}",
+    "median": "median {value}",
     "nothing": "nothing to show yet",
 }
+
+MOST_BINS: Final = 40
+HATCHES: Final = ("", "/", "x", ".", "-", "+")
 
 
 def lir_figure(stats: Mapping[str, ReturnStats], *, theme: Theme = "light", words: Words | None = None) -> go.Figure:
@@ -61,25 +65,44 @@ def time_to_return_figure(
     """
     title = say(words, WORDS, "ttr_title")
     figure = blank(
-        title, say(words, WORDS, f"ttr_{unit}"), say(words, WORDS, "ttr_axis"), theme, barmode="overlay", bargap=0.1
+        title, say(words, WORDS, f"ttr_{unit}"), say(words, WORDS, "ttr_axis"), theme, barmode="group", bargap=0.1
     )
     styles = list(METHODS.values())
     found = [(name, one) for name, one in stats.items() if one.rescued]
-    for place, (name, one) in enumerate(found):
+    counted = [one.return_events if unit == "events" else one.return_tokens for _, one in found]
+    bins: dict[str, float] = {}
+    if found:
+        # The same bins for all, one a length where lengths are few.
+        every = np.concatenate(counted)
+        low, high = int(every.min()), int(every.max())
+        bins = {"start": low - 0.5, "size": max(1, -(-(high - low + 1) // MOST_BINS))}
+    for place, ((name, one), lengths) in enumerate(zip(found, counted, strict=True)):
         style = METHODS.get(name, styles[place % len(styles)])
-        lengths = one.return_events if unit == "events" else one.return_tokens
+        color = style.color(theme)
         figure.add_histogram(
             x=lengths.tolist(),
             name=escape(name),
-            marker={"color": style.color(theme)},
-            # One bar a length where lengths are few; else plotly's own bins.
-            xbins={"start": lengths.min() - 0.5, "size": 1} if unit == "events" and lengths.max() <= 64 else None,
-            opacity=1.0 if len(found) == 1 else 0.6,
+            # Colours alone do not tell the bars apart for every eye.
+            marker={
+                "color": color,
+                "pattern": {
+                    "shape": HATCHES[place % len(HATCHES)],
+                    "fgcolor": PALETTES[theme].paper,
+                    "bgcolor": color,
+                    "size": 6,
+                },
+            },
+            xbins=bins,
         )
         median = one.median_events if unit == "events" else one.median_tokens
+        said = say(words, WORDS, "median", value=f"{median:g}")
         figure.add_vline(
             x=median,
             line={"color": PALETTES[theme].ink, "dash": style.dash, "width": 2},
-            annotation={"text": say(words, WORDS, "median", value=median), "y": 1.0 - 0.08 * place},
+            annotation={
+                "text": said if len(found) == 1 else f"{escape(name)}: {said}",
+                "bgcolor": PALETTES[theme].paper,
+                "y": 1.0 - 0.09 * place,
+            },
         )
     return note_if_empty(figure, theme, say(words, WORDS, "nothing"))

@@ -5,6 +5,7 @@ Takes `engine.metrics.qsa.Agreement`; computes only its means.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -36,8 +37,14 @@ def qsa_heatmap(
     result: Agreement, *, interval: bool = False, theme: Theme = "light", words: Words | None = None
 ) -> go.Figure:
     """Mean QSA of every layer and head (paper Table 15). Cells without a quantized window stay empty."""
+    return heat_figure(result.by_head(interval=interval), interval=interval, theme=theme, words=words)
+
+
+def heat_figure(
+    values: NDArray[np.float64], *, interval: bool = False, theme: Theme = "light", words: Words | None = None
+) -> go.Figure:
+    """The same from means, float64 [layers, heads], NaN where there is none."""
     colors = PALETTES[theme]
-    values = result.by_head(interval=interval)
     form = say(words, WORDS, "interval" if interval else "cumulative")
     title = say(words, WORDS, "heat_title", form=form)
     figure = blank(title, say(words, WORDS, "head"), say(words, WORDS, "layer"), theme)
@@ -53,6 +60,10 @@ def qsa_heatmap(
             xgap=1,
             ygap=1,
             hoverongaps=False,
+            # The lowest are written out: colour is not the only thing that finds them.
+            text=_lowest(values),
+            texttemplate="%{text}",
+            textfont={"size": 11},  # its colour is chosen against the cell
             hovertemplate=f"{say(words, WORDS, 'layer')} %{{y}}, {say(words, WORDS, 'head')} %{{x}}: "
             "%{z:.4f}<extra></extra>",
         )
@@ -61,30 +72,62 @@ def qsa_heatmap(
 
 def qsa_series_figure(result: Agreement, *, theme: Theme = "light", words: Words | None = None) -> go.Figure:
     """QSA and mass ratio by event, in the paper's cumulative form and per interval."""
+    curves = {
+        "qsa": _over_heads(result.qsa),
+        "interval_qsa": _over_heads(result.interval_qsa),
+        "ratio": _over_heads(result.ratio),
+        "interval_ratio": _over_heads(result.interval_ratio),
+    }
+    return agreement_figure(result.event_ids.tolist(), curves, theme=theme, words=words)
+
+
+def agreement_figure(
+    event_ids: Sequence[int],
+    curves: Mapping[str, NDArray[np.float64]],
+    *,
+    theme: Theme = "light",
+    words: Words | None = None,
+) -> go.Figure:
+    """The same from means over layers and heads, float64 [events], NaN where there is none.
+
+    Args:
+        curves: some of "qsa", "interval_qsa", "ratio", "interval_ratio".
+    """
     colors = PALETTES[theme]
     figure = blank(
         say(words, WORDS, "series_title"), say(words, WORDS, "event"), say(words, WORDS, "series_axis"), theme
     )
     figure.update_layout(hovermode="x unified")
-    event_axis(figure, len(result.event_ids))
-    curves = (
-        ("qsa", result.qsa, colors.quant, "solid"),
-        ("interval_qsa", result.interval_qsa, colors.quant, "dot"),
-        ("ratio", result.ratio, colors.ink, "solid"),
-        ("interval_ratio", result.interval_ratio, colors.ink, "dot"),
-    )
-    for key, values, color, dash in curves:
-        if np.isfinite(values).any():
+    event_axis(figure, len(event_ids))
+    looks = {
+        "qsa": (colors.quant, "solid", "circle"),
+        "interval_qsa": (colors.quant, "dot", "circle-open"),
+        "ratio": (colors.ink, "solid", "square"),
+        "interval_ratio": (colors.ink, "dot", "square-open"),
+    }
+    for key, (color, dash, marker) in looks.items():
+        if key in curves and np.isfinite(curves[key]).any():
             figure.add_scatter(
-                x=result.event_ids.tolist(),
-                y=_plain(_over_heads(values)),
+                x=list(event_ids),
+                y=_plain(curves[key]),
                 name=say(words, WORDS, key),
                 mode="lines+markers",
                 line={"color": color, "dash": dash, "width": 2},
-                marker={"size": 5, "color": color},
+                marker={"size": 6, "color": color, "symbol": marker},
                 hovertemplate="%{y:.4f}",
             )
     return note_if_empty(figure, theme, say(words, WORDS, "nothing"))
+
+
+def _lowest(values: NDArray[np.float64], count: int = 5) -> list[list[str]]:
+    """The `count` lowest values as text in their cells, nothing in the others."""
+    order = np.argsort(np.where(np.isfinite(values), values, np.inf), axis=None, kind="stable")[:count]
+    chosen = {int(place) for place in order if np.isfinite(values.flat[place])}
+    width = values.shape[1]
+    return [
+        [f"{values[row, head]:.3f}" if row * width + head in chosen else "" for head in range(width)]
+        for row in range(len(values))
+    ]
 
 
 def _over_heads(values: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -1,0 +1,99 @@
+"""The figures of a source as a Gradio component: a source in, cards with plotly figures out.
+
+Its scripts, plotly among them, are fetched when there is something to show. Knows how they get there; knows no source.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, ClassVar
+
+from app.html_board import HtmlBoard, static_address, words_of
+from app.settings import ASSETS
+
+NOTHING: dict[str, Any] = {"source": ""}
+SCRIPT = "analysis_view.js"
+PLOTLY = "qe/plotly.js"
+"""Where plotly's own script is, see `app.analysis_api`."""
+WORDS = (
+    "loading",
+    "failed",
+    "nothing",
+    "open",
+    "formula",
+    "code",
+    "numbers",
+    "more",
+    "png",
+    "png_of",
+    "csv",
+    "csv_of",
+    "setup",
+    "jump",
+)
+
+_ON_LOAD = """
+let view = null;
+const file = (src) => new Promise((onload, onerror) => {
+  document.head.appendChild(Object.assign(document.createElement("script"), { src, async: false, onload, onerror }));
+});
+const load = async () => {
+  await file(props.files[0]);
+  return window.QEvictAnalysis.attach(element.querySelector(".qe-host"), props);
+};
+const show = async () => {
+  const value = props.value || {};
+  if (value.source) view = view || load();
+  if (view) (await view).open(value.source || "", value.turn || 0);
+};
+watch("value", show);
+show();
+"""
+
+
+@cache
+def analysis_files() -> list[str]:
+    """Addresses of this view's script and of plotly; the first changes with its content."""
+    from plotly import __version__
+
+    return [static_address(f"js/{SCRIPT}", (ASSETS / "js" / SCRIPT).read_bytes()), f"{PLOTLY}?v={__version__}"]
+
+
+@cache
+def analysis_texts() -> dict[str, dict[str, str]]:
+    """The words of the view, by language and flat key."""
+    keys = tuple(f"analysis.{word}" for word in WORDS)
+    return {
+        lang: {key: words for key, words in found.items() if key in keys} for lang, found in words_of(*keys).items()
+    }
+
+
+class AnalysisView(HtmlBoard):
+    """Cards of a source. The value is {"source": see `app.analysis_sources`}; an empty one shows nothing.
+
+    A "turn" beside it makes the same source be fetched again.
+    """
+
+    SCRIPT = _ON_LOAD
+    NOTHING: ClassVar[dict[str, Any]] = NOTHING
+
+    def __init__(
+        self,
+        value: dict[str, Any] | str | None = None,
+        *,
+        elem_id: str = "qe-analysis-board",
+        elem_classes: list[str] | str | None = None,
+        visible: bool = True,
+        render: bool = True,
+        key: int | str | None = None,
+    ) -> None:
+        super().__init__(
+            value,
+            elem_id=elem_id,
+            texts=analysis_texts(),
+            files=analysis_files(),
+            elem_classes=elem_classes,
+            visible=visible,
+            render=render,
+            key=key,
+        )
