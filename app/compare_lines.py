@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 FIGURES = ("bytes", "share", "fmm", "churn", "kl", "agreement", "output_error", "perplexity", "ms_per_token")
 """Figures of a system in the order in which they are shown; texts "compare.bytes" and "compare.bytes_how" name them."""
 
-NOTICES = ("window_shrunk", "sinks_quantized", "bytes_nominal")
+NOTICES = ("window_shrunk", "sinks_quantized", "bytes_nominal", "oracle", "fp_only", "same_set")
 """Notices of systems of a comparison; the others are those of a run."""
 
 

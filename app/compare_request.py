@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from app.engine_import import import_engine
 from engine.errors import BudgetError, ConfigError, PromptError
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class CompareRequest:
         systems: two to four names from the registry.
         budget: one of `BUDGET_KINDS` with its value; of every system that takes one.
         mode: "teacher" (all read FullKV's tokens) or "free".
+        reference: length at which the budget is matched, see `BudgetSpec.reference`.
         match_to: a system whose bytes the QEvict systems get instead of the budget; empty = none.
         parameters: what differs from a system's defaults, by its name.
         kv_dtype: what all systems store full-precision tokens in.
@@ -48,6 +50,7 @@ class CompareRequest:
     device: str = "auto"
     dtype: str = "auto"
     kv_dtype: str = "float16"
+    reference: str = "prompt+new"
     chat: bool = True
     ignore_eos: bool = False
     seed: int = 0
@@ -58,7 +61,8 @@ class CompareRequest:
         """Refuses what can't be compared; loads no model.
 
         Raises:
-            PromptError: nothing to read. ConfigError: a name, a number of systems, a parameter or the budget is wrong.
+            PromptError: nothing to read. ConfigError: a name, a number of systems, a parameter or the budget is wrong,
+            or a system has no place in this mode or under this budget.
             BackendError: a system needs a package that is not here.
         """
         if not self.prompt.strip():
@@ -77,6 +81,7 @@ class CompareRequest:
         Raises:
             ConfigError, BackendError: see `check`.
         """
+        import_engine()
         from engine.baselines import registry
         from engine.compare import SystemChoice
         from engine.errors import BackendError
@@ -103,9 +108,13 @@ class CompareRequest:
 
     def _parameters(self, name: str, known: Mapping[str, Any]) -> dict[str, Any]:
         from engine.baselines import registry
+        from engine.baselines.base import RunPlan
 
         given = dict(self.parameters.get(name, {}))
-        registry.rival(name, given)
+        rival = registry.rival(name, given)
+        own = rival.budgeted and not (self.match_to and rival.family == "tiers")
+        # In teacher mode FullKV runs beside the systems; here only whether it does is asked.
+        rival.check_run(RunPlan(self.options().budget if own else None, witness=self.mode == "teacher" or None))
         return given
 
     def options(self) -> CompareOptions:
@@ -121,7 +130,7 @@ class CompareRequest:
         }
         return CompareOptions(
             mode=self.mode,
-            budget=BudgetSpec(**amounts),
+            budget=BudgetSpec(**amounts, reference=self.reference),
             max_new_tokens=self.max_new_tokens,
             kv_dtype=self.kv_dtype,
             interval=WINDOW,
@@ -166,11 +175,14 @@ def sharper(error: BudgetError, request: CompareRequest, loaded: Any) -> BudgetE
     full = shape.full_kv_bytes(prompt + new)
     asked = options.budget.model_bytes(shape, prompt, new)
     share = max(problem.smallest_share for problem in refused.values())
-    instead = f"the bytes of {request.match_to}" if request.match_to else f"a budget of {asked / full:.2%}"
+    instead = f"the bytes of {request.match_to} are" if request.match_to else f"a budget of {asked / full:.2%} is"
+    least = math.ceil(share * full)
+    enough = f"the smallest feasible for all is {share:.2%} of FullKV ({least:,} bytes)."
+    if share > 1.0:
+        enough = f"the smallest feasible for all is {least:,} bytes, more than FullKV itself holds: take a longer text."
     return BudgetError(
-        f"{instead} is too small for {' and '.join(refused)} at {prompt:,} + {new:,} tokens: the smallest feasible "
-        f"for all is {share:.2%} of FullKV ({math.ceil(share * full):,} bytes).",
-        smallest_bytes=math.ceil(share * full),
+        f"{instead} too small for {' and '.join(refused)} at {prompt:,} + {new:,} tokens: {enough}",
+        smallest_bytes=least,
         smallest_share=share,
     )
 

@@ -19,12 +19,25 @@ from app.compare_lines import (
     system_loss,
     value_of,
 )
+from app.glossary import term_html
 from app.result_table import format_bytes, format_ms
 from app.texts import text
 
 if TYPE_CHECKING:
-    from app.compare_runs import Outcome
+    from app.compare_record import Outcome
     from engine.compare import SystemResult
+
+TERMS = {
+    "bytes": "persistent",
+    "share": "share",
+    "fmm": "fmm",
+    "churn": "churn",
+    "kl": "kl",
+    "agreement": "agreement",
+    "perplexity": "perplexity",
+    "ms_per_token": "tpot",
+}
+"""The glossary's term for each figure that has one."""
 
 
 def comparison_html(outcome: Outcome, lang: str) -> str:
@@ -34,7 +47,8 @@ def comparison_html(outcome: Outcome, lang: str) -> str:
     free = result.mode == "free"
     heads = [text(lang, "compare.system"), *(text(lang, f"compare.{name}") for name in names)]
     heads += [text(lang, "compare.first_difference")] if free else []
-    head = "".join(f'<th scope="col">{escape(words)}</th>' for words in heads)
+    terms = ["", *(TERMS.get(name, "") for name in names), ""]
+    head = "".join(f'<th scope="col">{term_html(term, words)}</th>' for term, words in zip(terms, heads, strict=False))
     body = "".join(_row(outcome, system, names, lang) for system in result.systems)
     caption = text(
         lang,
@@ -136,7 +150,8 @@ def _match_button(outcome: Outcome, system: SystemResult, label: str, lang: str)
     if outcome.request.match_to == system.name:
         name, words, named = "", text(lang, "compare.unmatch"), text(lang, "compare.unmatch")
     return (
-        f'<button type="button" class="qe-open" data-match="{escape(name)}" aria-label="{escape(named)}">'
+        f'<button type="button" class="qe-open" data-act="match" data-name="{escape(name)}" '
+        f'aria-label="{escape(named)}">'
         f"{escape(words)}</button>"
     )
 

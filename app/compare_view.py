@@ -5,20 +5,14 @@ Its scripts are fetched when there is something to show. Knows the wire to the b
 
 from __future__ import annotations
 
-import hashlib
-import json
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-import gradio as gr
-
+from app.html_board import HtmlBoard, static_address, words_of
 from app.settings import ASSETS
-from app.texts import all_texts
-from app.tier_view import LANGUAGES
-from visuals.replay import lean_script
 
 NOTHING: dict[str, Any] = {"sid": ""}
-SCRIPTS = ("compare_view.js", "compare_draw.js", "compare_input.js")
+SCRIPTS = ("compare_view.js", "compare_draw.js", "compare_free.js", "compare_input.js")
 AREAS = ("compare.", "systems.", "view.")
 TABLE_ONLY = ("_line", "_loss", "_how")
 
@@ -45,28 +39,23 @@ show();
 @cache
 def compare_files() -> list[str]:
     """Addresses of this view's scripts; they change with the content."""
-
-    def address(name: str) -> str:
-        return f"qe/static/{name}?v={hashlib.sha256((ASSETS / name).read_bytes()).hexdigest()[:12]}"
-
-    return [address(f"js/{name}") for name in SCRIPTS]
+    return [static_address(f"js/{name}", (ASSETS / "js" / name).read_bytes()) for name in SCRIPTS]
 
 
 @cache
 def compare_texts() -> dict[str, dict[str, str]]:
     """The words of the view, by language and flat key."""
-
-    def shown(key: str) -> bool:
-        return key.startswith(AREAS) and not key.endswith(TABLE_ONLY)
-
-    return {lang: {key: words for key, words in all_texts(lang).items() if shown(key)} for lang in LANGUAGES}
+    return words_of(*AREAS, without=TABLE_ONLY)
 
 
-class CompareView(gr.HTML):
+class CompareView(HtmlBoard):
     """Two to four systems on one token axis, with one legend and one transport.
 
     The value is {"sid": id of a finished comparison}; an empty id shows nothing.
     """
+
+    SCRIPT = _ON_LOAD
+    NOTHING: ClassVar[dict[str, Any]] = NOTHING
 
     def __init__(
         self,
@@ -79,36 +68,12 @@ class CompareView(gr.HTML):
         key: int | str | None = None,
     ) -> None:
         super().__init__(
-            value=value if value is not None else dict(NOTHING),
-            html_template='<div class="qe-host"></div>',
-            js_on_load=lean_script(_ON_LOAD),
-            apply_default_css=False,
+            value,
             elem_id=elem_id,
+            texts=compare_texts(),
+            files=compare_files(),
             elem_classes=elem_classes,
             visible=visible,
             render=render,
             key=key,
-            padding=False,
-            texts=compare_texts(),
-            files=compare_files(),
-            board=elem_id,
         )
-
-    def preprocess(self, payload: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The value as a dict; anything else is nothing."""
-        return payload if isinstance(payload, dict) else dict(NOTHING)
-
-    def postprocess(self, value: dict[str, Any] | str | None) -> dict[str, Any]:  # type: ignore[override]
-        """A dict as it is, JSON read, None nothing."""
-        if isinstance(value, str):
-            value = json.loads(value) if value.strip() else None
-        return dict(value) if isinstance(value, dict) else dict(NOTHING)
-
-    def api_info(self) -> dict[str, Any]:
-        return {"type": "object"}
-
-    def example_payload(self) -> dict[str, Any]:
-        return dict(NOTHING)
-
-    def example_value(self) -> dict[str, Any]:
-        return dict(NOTHING)

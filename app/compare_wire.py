@@ -16,7 +16,7 @@ from app.compare_request import SINK_TOKENS, WINDOW
 from app.texts import all_texts
 
 if TYPE_CHECKING:
-    from app.compare_runs import Outcome
+    from app.compare_record import Outcome
     from engine.compare import CompareResult, Frame, SystemResult
 
 LARGEST = 24_000_000
@@ -28,7 +28,9 @@ def to_wire(outcome: Outcome) -> dict[str, Any]:
     """The comparison as plain values.
 
     `systems[].frames[]`: {"t": tokens known, "w": windows, "f", "q": base64 of uint8 [rows, windows], shares in
-    255ths of a window's tokens in full precision and in codes, each xor the frame before}.
+    255ths of a window's tokens in full precision and in codes, each xor the frame before; "s": base64 of uint8
+    [rows, 2], the same of the sink tokens in front of the windows: full precision, codes}. In free mode each system
+    has its own `pieces` after the prompt, and `first_difference`, the first new token that is not FullKV's.
     """
     result = outcome.result
     layers = num_layers(result)
@@ -42,6 +44,7 @@ def to_wire(outcome: Outcome) -> dict[str, Any]:
         "layers": layers,
         "kv_dtype": result.kv_dtype,
         "pieces": result.pieces,
+        "longest": max(len(result.token_ids), *(len(system.token_ids) for system in result.systems), 0),
         "systems": [
             _system(system, agrees, layers, mean=sizes > LARGEST)
             for system, agrees in zip(result.systems, outcome.agrees, strict=True)
@@ -71,17 +74,19 @@ def _system(system: SystemResult, agrees: list[bool], layers: int, *, mean: bool
         "rows": rows,
         "kl": [round(value, 6) for value in system.kl_steps],
         "agrees": [int(agreed) for agreed in agrees],
+        "first_difference": system.first_difference,
+        "pieces": system.pieces,
         "frames": _frames(system.frames, rows),
     }
 
 
 def _frames(frames: list[Frame], rows: int) -> list[dict[str, Any]]:
     out = []
-    before: tuple[Shares, Shares] | None = None
+    before: list[Shares] | None = None
     for frame in frames:
-        now = (_with_rows(frame.full, rows), _with_rows(frame.quant, rows))
+        now = [_with_rows(share, rows) for share in (frame.full, frame.quant, frame.sink)]
         packed = [_packed(share, None if before is None else before[place]) for place, share in enumerate(now)]
-        out.append({"t": frame.columns, "w": now[0].shape[1], "f": packed[0], "q": packed[1]})
+        out.append({"t": frame.columns, "w": now[0].shape[1], "f": packed[0], "q": packed[1], "s": packed[2]})
         before = now
     return out
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 
 from app import backup
+from app.comparisons import Comparisons
 from app.sessions import Sessions
 from app.settings import Settings
 from app.store_file import StoreError
@@ -39,9 +40,12 @@ class Housekeeping:
         sessions: Sessions,
         wall: Callable[[], float] = lambda: time.time(),
         steady: Callable[[], float] = time.monotonic,
+        *,
+        comparisons: Comparisons | None = None,
     ) -> None:
         self._settings = settings
         self._sessions = sessions
+        self._comparisons = comparisons or Comparisons(sessions)
         self._wall = wall
         self._steady = steady
         self._offset = wall() - steady()
@@ -81,7 +85,7 @@ class Housekeeping:
             self.trouble = str(error)
 
     def forget_old(self) -> int:
-        """Deletes sessions that are older than they may get and returns how many; none while the clock is in doubt."""
+        """Deletes sessions and comparisons that are too old and counts them; none while the clock is in doubt."""
         days = self._settings.keep_days
         if not days:
             return 0
@@ -91,12 +95,13 @@ class Housekeeping:
             self._offset = self._wall() - self._steady()
             return 0
         try:
-            count = self._sessions.delete_older(self._wall() - days * DAY)
+            before = self._wall() - days * DAY
+            count = self._sessions.delete_older(before) + self._comparisons.delete_older(before)
         except StoreError as error:
             log.warning("old sessions could not be deleted: %s", error)
             return 0
         if count:
-            log.info("%d sessions older than %d days were deleted", count, days)
+            log.info("%d sessions and comparisons older than %d days were deleted", count, days)
         return count
 
     def forget_uploads(self) -> int:

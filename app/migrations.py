@@ -81,6 +81,30 @@ def _user(db: Database) -> None:
     db.table("session").create_index(["user", "created"])
 
 
+@MIGRATIONS(name="004_comparisons")
+def _comparisons(db: Database) -> None:
+    """One row for each comparison: what was asked, what was found, and its board as the browser gets it."""
+    db.table("comparison").create(
+        {
+            "id": str,
+            "created": float,
+            "user": str,
+            "owner": str,
+            "state": str,
+            "title": str,
+            "model": str,
+            "mode": str,
+            "request": str,
+            "result": str,
+            "board": bytes,
+        },
+        pk="id",
+        not_null={"created", "user", "owner", "state", "title", "model", "mode", "request"},
+        defaults={"user": "", "owner": ""},
+    )
+    db.table("comparison").create_index(["user", "created"])
+
+
 def names() -> list[str]:
     """Names of all steps, oldest first."""
     return [step.name for step in MIGRATIONS._migrations]

@@ -143,10 +143,10 @@ class Sessions:
             "versions": json.dumps(dict(versions or {}), ensure_ascii=False),
             "summary": "{}",
             "num_events": 0,
-            "owner": self._owner.name if self._owner is not None else "",
+            "owner": self.owner,
             "user": user,
         }
-        self._now(lambda db: db.table("session").insert(row))
+        self.work(lambda db: db.table("session").insert(row))
         return str(row["id"])
 
     def append(self, session: str, rows: Sequence[bytes]) -> Future[None]:
@@ -207,12 +207,12 @@ class Sessions:
                 for table, column in (("event", "session"), ("mark", "session"), ("session", "id")):
                     db.execute(f"delete from {table} where {column} = ?", [session])
 
-        self._now(remove)
-        self._now(_empty_log)
+        self.work(remove)
+        self.work(empty_log)
 
     def delete_older(self, before: float) -> int:
         """Removes all sessions made before a time, in seconds since 1970, and returns how many; none that go on."""
-        rows = self._select(
+        rows = self.select(
             "select id from session where created < ? and state not in ('queued', 'running') limit 10000", [before]
         )
         if not rows:
@@ -224,12 +224,12 @@ class Sessions:
                     for table, column in (("event", "session"), ("mark", "session"), ("session", "id")):
                         db.execute(f"delete from {table} where {column} = ?", [row["id"]])
 
-        self._now(remove)
-        self._now(_empty_log)
+        self.work(remove)
+        self.work(empty_log)
         return len(rows)
 
-    def mark(self, session: str, event_id: int, row: int, windows: Sequence[int], text: str, author: str = "") -> None:
-        """Stores a note on windows of a session.
+    def mark(self, session: str, event_id: int, row: int, windows: Sequence[int], text: str, author: str = "") -> int:
+        """Stores a note on windows of a session, or on an event where there are none, and returns its number.
 
         Raises:
             UnknownSessionError: no such session.
@@ -245,7 +245,29 @@ class Sessions:
             "author": author,
             "created": time.time(),
         }
-        self._now(lambda db: db.table("mark").insert(note))
+        made: list[int] = []
+        self.work(lambda db: made.append(int(str(db.table("mark").insert(note).last_pk))))
+        return made[0]
+
+    def change_mark(self, session: str, number: int, text: str | None) -> bool:
+        """Changes a note's text, or removes the note where that is None. False if there is no such note.
+
+        Raises:
+            UnknownSessionError: no such session.
+            ForbiddenError: it is somebody else's.
+        """
+        self._demand(self.get(session).user)
+        touched: list[int] = []
+
+        def change(db: Database) -> None:
+            with db.atomic():
+                sql, values = "delete from mark where session = ? and id = ?", [session, number]
+                if text is not None:
+                    sql, values = "update mark set text = ? where session = ? and id = ?", [text, session, number]
+                touched.append(db.execute(sql, values).rowcount)
+
+        self.work(change)
+        return touched[0] > 0
 
     def answer(self, lesson: str, step: str, choice: str, correct: bool | None = None, ms: int = 0) -> None:
         """Stores an answer given in a lesson; nothing says by whom."""
@@ -257,11 +279,11 @@ class Sessions:
             "ms": ms,
             "created": time.time(),
         }
-        self._now(lambda db: db.table("answer").insert(row))
+        self.work(lambda db: db.table("answer").insert(row))
 
     def flush(self) -> None:
         """Returns when everything queued before is on disk."""
-        self._now(lambda db: None)
+        self.work(lambda db: None)
 
     # reading
 
@@ -269,7 +291,7 @@ class Sessions:
         """Sessions, newest first; with `user`, those of one visitor."""
         which = "" if user is None else "where user = ? "
         sql = f"select * from session {which}order by created desc, id limit ? offset ?"
-        return [info_of(row) for row in self._select(sql, [*([] if user is None else [user]), limit, offset])]
+        return [info_of(row) for row in self.select(sql, [*([] if user is None else [user]), limit, offset])]
 
     def get(self, session: str) -> SessionInfo:
         """One session.
@@ -277,24 +299,24 @@ class Sessions:
         Raises:
             UnknownSessionError: no such session.
         """
-        rows = self._select("select * from session where id = ?", [session])
+        rows = self.select("select * from session where id = ?", [session])
         if not rows:
             raise UnknownSessionError(f"there is no session {session[:40]!r}.")
         return info_of(rows[0])
 
     def marks(self, session: str) -> Rows:
         """Notes of a session, oldest first; `windows` is a list."""
-        rows = self._select("select * from mark where session = ? order by id", [session])
+        rows = self.select("select * from mark where session = ? order by id", [session])
         return [{**row, "windows": json.loads(row["windows"])} for row in rows]
 
     def last_seq(self, session: str) -> int:
         """Number of the newest stored message, -1 if there is none."""
-        return int(self._select("select coalesce(max(seq), -1) as n from event where session = ?", [session])[0]["n"])
+        return int(self.select("select coalesce(max(seq), -1) as n from event where session = ?", [session])[0]["n"])
 
     def keyframe_before(self, session: str, seq: int) -> int | None:
         """Number of the last keyframe before message `seq`, None if there is none."""
         sql = "select max(seq) as n from event where session = ? and kind = 'key' and seq < ?"
-        number = self._select(sql, [session, seq])[0]["n"]
+        number = self.select(sql, [session, seq])[0]["n"]
         return None if number is None else int(number)
 
     def events(self, session: str, from_seq: int = 0, kinds: Sequence[str] | None = None) -> Iterator[bytes]:
@@ -328,7 +350,7 @@ class Sessions:
         sql += " order by seq limit ?"
         while True:
             try:
-                rows = self._select(sql, [session, from_seq, *tail, PAGE])
+                rows = self.select(sql, [session, from_seq, *tail, PAGE])
             except StoreError as error:
                 yield from _damaged(from_seq, str(error))
                 return
@@ -345,7 +367,12 @@ class Sessions:
             if len(rows) < PAGE:
                 return
 
-    def _select(self, sql: str, values: Sequence[Any]) -> Rows:
+    def select(self, sql: str, values: Sequence[Any]) -> Rows:
+        """Rows of a query, read by a connection of its own.
+
+        Raises:
+            StoreError: the database can't be read.
+        """
         self.open()
         try:
             with closing(open_database(self.path, self._wait_seconds, read_only=True)) as db:
@@ -360,8 +387,22 @@ class Sessions:
             raise StoreError("the session store is closed.")
         return writer
 
-    def _now(self, work: Callable[[Database], Any]) -> None:
+    def work(self, work: Callable[[Database], Any]) -> None:
+        """Calls `work` in the writing thread, after everything queued before, and waits for it.
+
+        Raises:
+            StoreError: it could not be written.
+        """
         self._result(self._ready().work(work))
+
+    def demand(self, user: str) -> None:
+        """Raises ForbiddenError where the current visitor may not change what belongs to `user`."""
+        self._demand(user)
+
+    @property
+    def owner(self) -> str:
+        """Name of this process in the store, by which others can tell whether it lives; empty while not open."""
+        return "" if self._owner is None else self._owner.name
 
     def _result(self, future: Future[Result]) -> Result:
         return future.result()
@@ -380,9 +421,12 @@ class Sessions:
                     "update session set state = 'interrupted', num_events = ? where id = ?", [seq + 1, row["id"]]
                 )
             log.info("session %s was cut off; it is kept as interrupted", row["id"])
+        for row in list(db.query("select id, owner from comparison where state = 'running'")):
+            if dead(row["owner"]):
+                db.execute("update comparison set state = 'interrupted' where id = ?", [row["id"]])
 
 
-def _empty_log(db: Database) -> None:
+def empty_log(db: Database) -> None:
     """Moves the write-ahead log into the file and cuts it; a reader may hold it up for a moment."""
     for _ in range(40):
         busy, _, _ = db.execute("pragma wal_checkpoint(truncate)").fetchone()

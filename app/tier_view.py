@@ -6,17 +6,14 @@ recorded trace. Knows the wire to the browser; knows no run, no session, no mode
 
 from __future__ import annotations
 
-import hashlib
-import json
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
-import gradio as gr
+from app.html_board import HtmlBoard, static_address, words_of
+from visuals.replay import ASSETS, STYLES, page_script
 
-from app.texts import all_texts
-from visuals.replay import ASSETS, STYLES, lean_script, page_script
-
-LANGUAGES = ("en", "zh")
+LATER = ("js/tier_sheet.js", "js/tier_notes.js", "js/tier_follow.js")
+"""The sheet of keys, notes, and following a presenter: nothing that the first paint needs."""
 IDLE: dict[str, Any] = {"mode": "idle", "sid": "", "base": "qe"}
 
 _ON_LOAD = """
@@ -35,6 +32,8 @@ const load = async () => {
     ...files.scripts.map((src) => add("script", { async: false, src })),
   ]);
 };
+const later = () => (window.qeLater =
+  window.qeLater || Promise.all(files.later.map((src) => add("script", { async: false, src }))));
 const words = () => props.texts[document.documentElement.lang.slice(0, 2)] || props.texts.en;
 const start = async () => {
   await (window.qeBoardFiles = window.qeBoardFiles || load());
@@ -43,7 +42,7 @@ const start = async () => {
   if (boards.has(name)) boards.get(name).destroy();
   const scale = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--qe-scale")) || 1;
   const projector = document.body.classList.contains("qe-projector");
-  const view = new window.QEvictView(host, { texts: words(), scale, projector });
+  const view = new window.QEvictView(host, { texts: words(), scale, projector, later });
   boards.set(name, view);
   new MutationObserver(() => view.destroyed || view.setTexts(words()))
     .observe(document.documentElement, { attributes: true, attributeFilter: ["lang"] });
@@ -79,6 +78,7 @@ const start = async () => {
     } else if (value.mode === "idle") {
       view.load("");
     }
+    if (value.sid) later().then(() => wish === shown && view.join(value.base || "qe", value.sid));
   };
   watch("value", show);
   await show();
@@ -89,29 +89,24 @@ start().catch((error) => { host.textContent = String(error.message || error); })
 
 @cache
 def board_files() -> dict[str, list[str]]:
-    """Addresses of the board's styles and of its one script; they change with the content."""
-
-    def address(name: str, data: bytes) -> str:
-        return f"qe/static/{name}?v={hashlib.sha256(data).hexdigest()[:12]}"
-
+    """Addresses of the board's styles, of its one script, and of what is fetched with the first stored run."""
     # The page brings its own words, so that the English ones of the scripts need not travel.
     script = page_script(with_texts=False).encode()
     styles = [(f"css/{name}", (ASSETS / "css" / name).read_bytes()) for name in STYLES]
     return {
-        "styles": [address(name, data) for name, data in styles],
-        "scripts": [address("js/board.js", script)],
+        "styles": [static_address(name, data) for name, data in styles],
+        "scripts": [static_address("js/board.js", script)],
+        "later": [static_address(name, (ASSETS / name).read_bytes()) for name in LATER],
     }
 
 
 @cache
 def board_texts() -> dict[str, dict[str, str]]:
     """The words of the board, by language and flat key."""
-    return {
-        lang: {key: words for key, words in all_texts(lang).items() if key.startswith("view.")} for lang in LANGUAGES
-    }
+    return words_of("view.")
 
 
-class TierView(gr.HTML):
+class TierView(HtmlBoard):
     """Lanes of one row, atlas of all rows, memory, curves, text and transport of one run.
 
     The value is a dict, or its JSON:
@@ -119,6 +114,9 @@ class TierView(gr.HTML):
         r, l: routing event and board row to start at, if any.
         play: whether a replay starts by itself; without it, a replay that has no `sid` does.
     """
+
+    SCRIPT = _ON_LOAD
+    NOTHING: ClassVar[dict[str, Any]] = IDLE
 
     def __init__(
         self,
@@ -131,36 +129,12 @@ class TierView(gr.HTML):
         key: int | str | None = None,
     ) -> None:
         super().__init__(
-            value=value if value is not None else dict(IDLE),
-            html_template='<div class="qe-host"></div>',
-            js_on_load=lean_script(_ON_LOAD),
-            apply_default_css=False,
+            value,
             elem_id=elem_id,
+            texts=board_texts(),
+            files=board_files(),
             elem_classes=elem_classes,
             visible=visible,
             render=render,
             key=key,
-            padding=False,
-            texts=board_texts(),
-            files=board_files(),
-            board=elem_id,
         )
-
-    def preprocess(self, payload: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The value as a dict; anything else is idle."""
-        return payload if isinstance(payload, dict) else dict(IDLE)
-
-    def postprocess(self, value: dict[str, Any] | str | None) -> dict[str, Any]:  # type: ignore[override]
-        """A dict as it is, JSON read, None idle."""
-        if isinstance(value, str):
-            value = json.loads(value) if value.strip() else None
-        return dict(value) if isinstance(value, dict) else dict(IDLE)
-
-    def api_info(self) -> dict[str, Any]:
-        return {"type": "object"}
-
-    def example_payload(self) -> dict[str, Any]:
-        return dict(IDLE)
-
-    def example_value(self) -> dict[str, Any]:
-        return dict(IDLE)

@@ -8,12 +8,12 @@
   const { setText, percent } = root.QEvictView.parts;
   const QUANT_HEIGHT = 0.42;
 
-  /** Shares of all looks: [{t, windows, full, quant}], each Uint8Array rows x windows. */
+  /** Shares of all looks: [{t, windows, full, quant, sink}]; Uint8Array rows x windows, of the sink rows x 2. */
   function unpack(frames, rows) {
     const bytes = (text) => Uint8Array.from(atob(text), (sign) => sign.charCodeAt(0));
     let before = null;
     return frames.map((frame) => {
-      const now = { t: frame.t, windows: frame.w, full: bytes(frame.f), quant: bytes(frame.q) };
+      const now = { t: frame.t, windows: frame.w, full: bytes(frame.f), quant: bytes(frame.q), sink: bytes(frame.s) };
       if (before) {
         const width = Math.min(before.windows, now.windows);
         for (const name of ["full", "quant"]) {
@@ -21,6 +21,7 @@
             for (let w = 0; w < width; w++) now[name][row * now.windows + w] ^= before[name][row * before.windows + w];
           }
         }
+        now.sink.forEach((_, i) => (now.sink[i] ^= before.sink[i]));
       }
       before = now;
       return now;
@@ -30,7 +31,7 @@
   Compare.unpack = unpack;
 
   Object.assign(Compare.prototype, {
-    /** Mean shares of the shown layers at a look: {full, quant}, Float32Array per window, 0..1. */
+    /** Mean shares of the shown layers at a look, 0..1: {full, quant} per window, {sink: [full, quant]}. */
     _mean(system, index) {
       const id = `${system.name} ${index} ${this.layer}`;
       const known = this.means.get(id);
@@ -46,6 +47,11 @@
         }
         for (let w = 0; w < look.windows; w++) out[name][w] /= 255 * (last - first);
       }
+      out.sink = [0, 1].map((part) => {
+        let sum = 0;
+        for (let row = first; row < last; row++) sum += look.sink[row * 2 + part];
+        return sum / (255 * (last - first));
+      });
       if (this.means.size > 400) this.means.clear();
       this.means.set(id, out);
       return out;
@@ -68,8 +74,8 @@
       const gutter = Math.round(Math.min(250, Math.max(220, width * 0.15)) * scale ** 0.9);
       host.style.setProperty("--qe-gutter", `${gutter}px`);
       const [z0, z1] = this.zoom || [0, this.total];
-      this.axis = new Draw.Axis(gutter, width - 10, { sink_tokens: 0, window_size: data.window_size }, this.total, z0, z1);
-      this.axis.meta = { sink_tokens: data.sink_tokens, window_size: data.window_size };
+      const meta = { sink_tokens: data.sink_tokens, window_size: data.window_size };
+      this.axis = new Draw.Axis(gutter, width - 10, meta, this.total, z0, z1);
       const top = host.getBoundingClientRect().top + root.scrollY;
       const rest = (root.innerHeight < 800 ? 106 : 180) * Math.min(1.3, scale);
       const room = (root.innerHeight - Math.min(top, 300) - rest) / this.lanes.length;
@@ -90,13 +96,16 @@
       ctx.fillRect(axis.left, 0, axis.right - axis.left, klHeight);
       this._prompt(ctx, height);
       const mean = this._mean(lane.system, this.index);
+      this._sink(ctx, mean.sink, klHeight + 4, height - 4);
       this._bars(ctx, mean, klHeight + 4, height - 4);
-      this._divergence(ctx, lane.system);
-      if (this.cursor !== null && this.cursor >= axis.z0 && this.cursor < axis.z1) {
-        const x = axis.x(this.cursor);
+      if (this.free) this._ownText(ctx, lane.system, height);
+      else this._divergence(ctx, lane.system);
+      const sink = this.cursor === -1 && axis.sinkWidth;
+      if (sink || (this.cursor !== null && this.cursor >= axis.z0 && this.cursor < axis.z1)) {
+        const x = sink ? axis.left : axis.x(this.cursor);
         ctx.globalAlpha = 0.18;
         ctx.fillStyle = colors.focus;
-        ctx.fillRect(x - 1, 0, Math.max(3, axis.cell), height);
+        ctx.fillRect(x - 1, 0, Math.max(3, sink ? axis.sinkWidth + 2 : axis.cell), height);
         ctx.globalAlpha = 1;
       }
       const share = (values) => {
@@ -109,6 +118,7 @@
       const t = this.looks[this.index].t;
       lane.canvas.setAttribute("aria-label", this._t("compare.lanes_label", { name: this._name(lane.system), t, ...shown }));
       lane.canvas.title = "";
+      if (this.free) return setText(lane.figures, this._ownWords(lane.system));
       const steps = this._steps(lane.system);
       const kl = lane.system.kl.slice(0, steps);
       const agreed = lane.system.agrees.slice(0, steps).reduce((sum, one) => sum + one, 0);
@@ -130,6 +140,35 @@
       ctx.lineTo(x, height);
       ctx.stroke();
       ctx.restore();
+    },
+
+    /** The first tokens in a cell of their own, as on the tier board; what a system does not hold of them is outlined. */
+    _sink(ctx, [full, quant], top, base) {
+      const { axis, colors } = this;
+      if (!axis.sinkWidth) return;
+      const tall = base - top;
+      const [x, wide] = [axis.left, axis.sinkWidth];
+      if (full + quant < 0.995) {
+        ctx.strokeStyle = colors.evicted;
+        ctx.lineWidth = 1;
+        const low = Math.max(4, Math.round(tall * 0.14));
+        ctx.strokeRect(x + 0.5, base - low + 0.5, wide - 1, low - 1);
+      }
+      const high = Math.round(full * tall);
+      ctx.fillStyle = colors.sink;
+      ctx.fillRect(x, base - high, wide, high);
+      const coded = quant > 0.005 ? Math.max(2, Math.round(quant * tall * QUANT_HEIGHT)) : 0;
+      if (coded) this._codes(ctx, x, base - high, wide, coded, !high);
+    },
+
+    /** Codes on top of `base`; slotted where they stand alone. */
+    _codes(ctx, x, base, wide, high, alone) {
+      ctx.fillStyle = this.colors.quant;
+      if (alone && high >= 8) {
+        const half = Math.floor((high - 2) / 2);
+        ctx.fillRect(x, base - high, wide, half);
+        ctx.fillRect(x, base - half, wide, half);
+      } else ctx.fillRect(x, base - high, wide, high);
     },
 
     /** What is held of each window, stacked: codes below half height and slotted, full precision at its base. */
@@ -172,15 +211,7 @@
           ctx.fillRect(x, base - high, wide, high);
         }
         const coded = quant > 0.005 ? Math.max(1, Math.round(quant * tall * QUANT_HEIGHT)) : 0;
-        if (coded) {
-          const y = base - high - coded;
-          ctx.fillStyle = colors.quant;
-          if (!high && coded >= 8) {
-            const half = Math.floor((coded - 2) / 2);
-            ctx.fillRect(x, y, wide, half);
-            ctx.fillRect(x, base - half, wide, half);
-          } else ctx.fillRect(x, y, wide, coded);
-        }
+        if (coded) this._codes(ctx, x, base - high, wide, coded, !high);
       }
     },
 
@@ -218,26 +249,46 @@
       let step = 8;
       while ((step / data.window_size) * axis.cell < font * 6) step *= 2;
       const begin = data.sink_tokens + axis.z0 * data.window_size;
-      const prompt = axis.token(data.prompt_tokens);
-      const name = this._t("view.prompt_end");
-      const inside = prompt > axis.start && prompt < axis.right;
-      const half = ctx.measureText(name).width / 2;
-      const at = Math.min(axis.right - half, Math.max(axis.start + half, prompt));
+      const words = this._axisWords(ctx, font);
       ctx.textAlign = "center";
       for (let t = Math.ceil(begin / step) * step; ; t += step) {
         const x = axis.token(t);
         if (x > axis.right - font) break;
         ctx.fillRect(Math.round(x), 0, 1, 4);
-        if (inside && Math.abs(x - at) < half + font * 1.8) continue;
+        if (words.some(({ from, to }) => x > from - font * 1.4 && x < to + font * 1.4)) continue;
         ctx.fillText(String(t), Math.max(x, axis.left + font), height / 2 + 2);
       }
       ctx.textAlign = "right";
       ctx.fillText(this._t("compare.axis"), axis.left - 9, height / 2 + 2);
-      if (inside) {
-        ctx.textAlign = "center";
-        ctx.fillStyle = colors.ink;
-        ctx.fillText(name, at, height / 2 + 2);
+      ctx.textAlign = "left";
+      for (const { from, name, mark } of words) {
+        ctx.fillStyle = mark === undefined ? colors.ink : colors.alarm;
+        if (mark !== undefined) this._flag(ctx, mark, 1, 4);
+        ctx.fillText(name, from, height / 2 + 2);
       }
+    },
+
+    /** Words on the axis, with the room they take: where the prompt ends, and where texts first differ. */
+    _axisWords(ctx, font) {
+      const { axis, data } = this;
+      const out = [];
+      const put = (position, name, mark) => {
+        const x = axis.token(position);
+        if (x <= axis.start || x >= axis.right) return;
+        const wide = ctx.measureText(name).width;
+        const first = out[0];
+        let from = Math.min(axis.right - wide, Math.max(axis.start, mark ? x + 8 : x - wide / 2));
+        if (first && from < first.to + font) {
+          // The prompt's end is left of the difference: there is always room on that side.
+          first.from = Math.max(axis.left, Math.min(first.from, from - font - (first.to - first.from)));
+          first.to = first.from + ctx.measureText(first.name).width;
+        }
+        out.push({ from, to: from + wide, name, mark: mark ? x : undefined });
+      };
+      put(data.prompt_tokens, this._t("view.prompt_end"), false);
+      const first = this.free ? this._firstDifference() : null;
+      if (first !== null) put(data.prompt_tokens + first, this._t("compare.legend_first"), true);
+      return out;
     },
   });
 })(window);

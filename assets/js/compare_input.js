@@ -73,6 +73,7 @@
         "-": () => this._zoomBy(1.4, this.cursor),
         0: () => this._zoomTo(null),
         n: () => this._zoomNew(),
+        d: () => this._user(() => this._toFirst()),
         "?": () => this._sheet(closed),
         Escape: closed && this.cursor === null ? null : () => (closed ? this._point(null) : this._sheet(false)),
       };
@@ -93,7 +94,8 @@
     _walk(by) {
       const [a, b] = this.zoom || [0, this.total];
       const from = this.cursor === null ? (by > 0 ? Math.ceil(a) - 1 : Math.floor(b)) : this.cursor;
-      this._point(Math.min(this.total - 1, Math.max(0, from + by)));
+      const least = this.axis && this.axis.sinkWidth && !this.zoom ? -1 : 0;
+      this._point(Math.min(this.total - 1, Math.max(least, from + by)));
     },
 
     _tick() {
@@ -125,21 +127,26 @@
       const { ui, data, cursor, axis } = this;
       ui.tip.hidden = cursor === null || !data || !axis;
       if (ui.tip.hidden) return;
-      const from = data.sink_tokens + cursor * data.window_size;
-      const to = Math.min(data.pieces.length, from + data.window_size);
+      const sink = cursor < 0;
+      const from = sink ? 0 : data.sink_tokens + cursor * data.window_size;
+      const to = sink ? data.sink_tokens : Math.min(this.last, from + data.window_size);
       ui.tip.replaceChildren();
       const title = el("b", "", ui.tip);
-      title.textContent = `${this._t("view.window", { w: cursor })} · ${this._t("view.tokens", { a: from, b: to - 1 })}`;
+      const name = sink ? this._t("view.sink") : this._t("view.window", { w: cursor });
+      title.textContent = `${name} · ${this._t("view.tokens", { a: from, b: to - 1 })}`;
       el("q", "qe-tip-text", ui.tip).textContent = data.pieces.slice(from, to).join("");
       const list = el("dl", "qe-cmp-tip", ui.tip);
       for (const system of data.systems) {
         const mean = this._mean(system, this.index);
-        const [full, quant] = [mean.full[cursor] || 0, mean.quant[cursor] || 0];
+        const [full, quant] = sink ? mean.sink : [mean.full[cursor] || 0, mean.quant[cursor] || 0];
         el("dt", "", list).textContent = this._name(system);
         const held = cursor < mean.full.length;
-        el("dd", "", list).textContent = held
+        const own = this.free && to > data.prompt_tokens ? this._textOf(system, from, to) : null;
+        const cell = el("dd", "", list);
+        el("span", "", cell).textContent = held
           ? this._t("compare.tip_share", { full: percent(full, 0), quant: percent(quant, 0), evicted: percent(Math.max(0, 1 - full - quant), 0) })
           : "–";
+        if (own) el("q", "", cell).textContent = own;
       }
       const box = this.host.getBoundingClientRect();
       const x = event ? event.clientX - box.left : axis.x(cursor);

@@ -2,7 +2,7 @@
  * What each system holds of a window is drawn as a share of its tokens, so that systems which choose by token or by
  * head stand beside those which choose by window. Keys, zoom and colours are the tier board's own. Token text is
  * untrusted and only ever becomes textContent. Needs the
- * board's scripts before it; compare_draw and compare_input come after it. */
+ * board's scripts before it; compare_draw, compare_free and compare_input come after it. */
 (function (root) {
   "use strict";
 
@@ -18,6 +18,7 @@
     [", .", "view.key_window"],
     ["+ - 0", "view.key_zoom"],
     ["N", "compare.key_new"],
+    ["D", "compare.key_first"],
     ["Esc", "view.key_close"],
     ["?", "view.key_sheet"],
   ];
@@ -83,13 +84,16 @@
       this.pause();
       this.message = "";
       this.data = data && data.systems.some((system) => system.frames.length) ? data : null;
+      this.free = Boolean(this.data) && data.mode === "free";
       if (this.data) {
         for (const system of data.systems) {
           system.looks = QEvictCompare.unpack(system.frames, system.rows);
           system.frames = [];
         }
-        this.looks = data.systems[0].looks;
-        this.total = Math.max(1, Math.ceil((data.prompt_tokens + data.new_tokens - data.sink_tokens) / data.window_size));
+        // In free mode a system may end before the others: the transport goes as far as the longest.
+        this.looks = data.systems.reduce((most, { looks }) => (looks.length > most.length ? looks : most), []);
+        this.last = data.prompt_tokens + Math.max(data.new_tokens, data.longest || 0);
+        this.total = Math.max(1, Math.ceil((this.last - data.sink_tokens) / data.window_size));
         this.most = Math.max(1e-9, ...data.systems.flatMap((system) => system.kl));
       }
       this.index = this.data ? this.looks.length - 1 : 0;
@@ -172,16 +176,7 @@
       host.setAttribute("aria-label", this._t("compare.label"));
       ui.message = el("div", "qe-message qe-alarm", host, { role: "alert" });
       ui.legend = el("div", "qe-legend", host);
-      for (const [name, key] of [["full", "full"], ["quant", "quant"], ["evicted", "evicted"]]) {
-        const item = el("span", "qe-key", ui.legend);
-        el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
-        el("b", "", item).textContent = this._t(`compare.legend_${key}`);
-      }
-      for (const name of ["kl", "miss"]) {
-        const item = el("span", "qe-key", ui.legend);
-        el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
-        el("span", "", item).textContent = this._t(`compare.legend_${name}`);
-      }
+      ui.signs = el("span", "qe-cmp-signs", ui.legend);
       ui.note = el("span", "qe-note qe-cmp-note", ui.legend);
       ui.where = el("b", "qe-cmp-where", ui.legend, { "aria-live": "polite" });
       ui.lanes = el("div", "qe-cmp-lanes", host);
@@ -228,6 +223,9 @@
       ui.news = el("button", "qe-toggle", bar, { type: "button", "aria-pressed": "false" });
       ui.news.textContent = this._t("compare.zoom_new");
       ui.news.addEventListener("click", () => this._zoomNew());
+      ui.toFirst = el("button", "qe-toggle", bar, { type: "button" });
+      ui.toFirst.textContent = this._t("compare.to_first");
+      ui.toFirst.addEventListener("click", () => this._user(() => this._toFirst()));
       ui.keys = el("button", "qe-icon", bar, { type: "button", "aria-label": this._t("view.keys"), title: this._t("view.keys") });
       ui.keys.textContent = "?";
       ui.keys.addEventListener("click", () => this._sheet(true));
@@ -250,6 +248,25 @@
       ui.sheetClose.addEventListener("click", () => this._sheet(false));
     }
 
+    /** The marks of this mode: what bars mean, and what stands in the strip above them. */
+    _legend() {
+      const { ui, data } = this;
+      this.host.classList.toggle("qe-cmp-free", this.free);
+      const strip = this.free ? ["same", "own", "first"] : ["kl", "miss"];
+      ui.signs.replaceChildren();
+      for (const name of ["sink", "full", "quant", "evicted", ...strip]) {
+        const item = el("span", "qe-key", ui.signs);
+        el("i", `qe-swatch qe-is-${name}`, item, { "aria-hidden": "true" });
+        const words = name === "sink" ? this._t("view.sink") : this._t(`compare.legend_${name}`);
+        el(strip.includes(name) ? "span" : "b", "", item).textContent = words;
+        if (name === "sink") el("span", "qe-note", item).textContent = this._t("compare.sink_note", { n: data.sink_tokens });
+      }
+      setText(ui.note, this._t("compare.legend_note"));
+      ui.note.title = this._t("compare.share_note");
+      ui.text.hidden = this.free; // the page shows every text whole
+      ui.toFirst.hidden = !this.free || this._firstDifference() === null;
+    }
+
     /** One lane per system: its name and figures in the gutter, a canvas beside. */
     _systems() {
       const { ui, data } = this;
@@ -259,8 +276,7 @@
       this.lanes = [];
       this.host.classList.toggle("qe-cmp-none", !data);
       if (!data) return;
-      setText(ui.note, this._t("compare.legend_note"));
-      ui.note.title = `${this._t("compare.share_note")}. ${this._t("compare.sink_note", { n: data.sink_tokens })}`;
+      this._legend();
       for (const system of data.systems) {
         const box = el("div", "qe-cmp-lane", ui.lanes);
         const side = el("div", "qe-cmp-side", box);
@@ -328,7 +344,7 @@
     _words() {
       const { ui, data } = this;
       const last = this.looks.length - 1;
-      const t = this.index === last ? data.prompt_tokens + data.new_tokens : this.looks[this.index].t;
+      const t = this.index === last ? this.last : this.looks[this.index].t;
       const row = this.layer < 0 ? this._t("compare.all_layers") : this._t("compare.layer", { layer: this.layer });
       setText(ui.where, `${row} · ${this._t("compare.at_token", { t })}`);
       setText(ui.position, this._t("compare.look", { i: this.index + 1, n: last + 1 }));

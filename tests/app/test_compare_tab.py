@@ -273,7 +273,7 @@ def test_the_browser_fetches_it(context: AppContext) -> None:
     plain = client.get(f"/qe/compare/{session}", headers={"accept-encoding": "identity"})
     assert "content-encoding" not in plain.headers and plain.json() == answer.json()
     assert client.get("/qe/compare/nobody").status_code == 404
-    assert len(compare_files()) == 3
+    assert len(compare_files()) == 4
     for address in compare_files():
         assert client.get("/" + address).status_code == 200, address
 
@@ -292,7 +292,7 @@ def test_the_table_holds_every_figure_and_says_how(taught: Outcome, lang: str) -
         if any(value_of(system, name) is not None for system in taught.result.systems):
             assert f"<dt>{text(lang, f'compare.{name}')}</dt><dd>" in html
     assert text(lang, "compare.keeps_recoverable") in html and text(lang, "compare.keeps_lossy") in html
-    assert html.count("data-match=") == 1 and 'data-match="kivi-4"' in html
+    assert html.count('data-act="match"') == 1 and 'data-name="kivi-4"' in html
     assert text(lang, "compare.simulated") not in html
 
 
@@ -307,7 +307,7 @@ def test_simulated_storage_wears_its_badge_wherever_its_bytes_are(taught: Outcom
 
 def test_matched_bytes_can_be_given_back(context: AppContext) -> None:
     matched = _outcome(context, replace(REQUEST, match_to="kivi-4", max_new_tokens=9))
-    assert 'data-match=""' in comparison_html(matched, "en")
+    assert 'data-name=""' in comparison_html(matched, "en")
     qevict, _, kivi = matched.result.systems
     assert 0.7 * kivi.bytes < qevict.bytes < 1.1 * kivi.bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,8 +128,8 @@ def test_four_systems_on_one_axis(open_tab: Callable[..., Any], artifacts: Path)
     page.wait_for_function("document.querySelector('.qe-cmp-table').innerText.includes('可恢复')", timeout=30_000)
     page.wait_for_function(f"{VIEW}.lanes[0].figures.textContent.includes('一致')", timeout=30_000)
 
-    page.click("button[data-match='kivi-2']")
-    page.wait_for_selector("button[data-match='']", timeout=PATIENCE)
+    page.click("button[data-name='kivi-2']")
+    page.wait_for_selector("button[data-name='']", timeout=PATIENCE)
     assert "KIVI-2" in page.locator("#qe-cmp-status").inner_text()
     page.wait_for_function(f"{VIEW}.data !== null", timeout=60_000)  # the board fetches the frames by itself
     shares = page.evaluate(f"{VIEW}.data.systems.map((system) => system.share)")
@@ -145,7 +146,9 @@ def test_each_on_its_own_and_what_is_refused(open_tab: Callable[..., Any], artif
     _compare(page)
     page.wait_for_selector(".qe-cmp-texts", timeout=60_000)
     assert page.locator(".qe-cmp-text").count() == 3
-    assert page.locator("#qe-compare-board .qe-cmp-lane").count() == 0
+    page.wait_for_function(f"{VIEW} && {VIEW}.axis", timeout=60_000)
+    assert page.locator("#qe-compare-board .qe-cmp-lane").count() == 2
+    assert "Free-running (texts diverge)" in page.locator("#qe-cmp-status").inner_text()
     assert "First difference" in page.locator(".qe-cmp-table").inner_text()
     page.screenshot(path=str(artifacts / "compare-free-dark.png"))
 
@@ -160,6 +163,62 @@ def test_each_on_its_own_and_what_is_refused(open_tab: Callable[..., Any], artif
         "document.querySelector('#qe-cmp-banner').innerText.includes('at least two')", timeout=30_000
     )
     page.screenshot(path=str(artifacts / "compare-refused-dark.png"))
+
+
+SHORT = "The harbour master counts the boats every morning and writes the number on a slate by the door. " * 2
+
+
+def _choose(page: Any, *labels: str) -> None:
+    page.locator("#qe-cmp-systems .remove-all").click()
+    for label in labels:
+        page.fill("#qe-cmp-systems input", label)  # by the keyboard: the open list lies over the field
+        page.get_by_role("option", name=label, exact=True).click()
+        page.locator("#qe-cmp-systems .token").filter(has_text=label).wait_for()
+    page.keyboard.press("Escape")
+
+
+def test_qevict_gets_a_quantizers_bytes_in_one_click(open_tab: Callable[..., Any]) -> None:
+    page = open_tab()
+    _ask_for(page, 10)
+    _choose(page, "QEvict", "KIVI-2", "KIVI-4")
+    _compare(page)
+    for place, (name, label) in enumerate((("kivi-2", "KIVI-2"), ("kivi-4", "KIVI-4")), 1):
+        page.click(f"button[data-act='match'][data-name='{name}']")
+        page.wait_for_function(
+            "(words) => document.querySelector('#qe-cmp-status').innerText.includes(words)",
+            arg=f"QEvict has the bytes of {label} here.",
+            timeout=PATIENCE,
+        )
+        page.wait_for_selector("button[data-act='match'][data-name='']", timeout=30_000)
+        page.wait_for_function(f"{VIEW}.data !== null && {VIEW}.axis", timeout=60_000)
+        shares = page.evaluate(f"{VIEW}.data.systems.map((system) => system.share)")
+        assert 0.75 * shares[place] < shares[0] <= 1.02 * shares[place]
+        row = page.locator(".qe-cmp-list tr[aria-current]")
+        assert f"bytes of {label}" in row.inner_text()
+    assert page.locator(".qe-cmp-list tbody tr").count() >= 3
+
+
+def test_a_match_that_cannot_be_names_what_can(open_tab: Callable[..., Any], artifacts: Path) -> None:
+    page = open_tab()
+    page.click("#qe-cmp-document input")
+    page.get_by_role("option").filter(has_text="own text").click()
+    page.fill("#qe-cmp-own-text textarea", SHORT)
+    for field, value in (("budget", "90"), ("tokens", "4")):
+        page.fill(f"#qe-cmp-{field} input", value)
+        page.keyboard.press("Tab")
+    _choose(page, "QEvict", "KVQuant nuq2")
+    _compare(page)
+    page.wait_for_selector(".qe-cmp-table", timeout=60_000)
+    shown = page.locator(".qe-cmp-table").inner_text()
+    page.click("button[data-act='match']")
+    page.wait_for_selector("#qe-cmp-banner [role=alert]", timeout=PATIENCE)
+    said = page.locator("#qe-cmp-banner [role=alert]").inner_text()
+    assert "the bytes of kvquant-nuq2 are too small for qevict" in said
+    assert re.search(r"the smallest feasible for all is \d+\.\d\d% of FullKV \([\d,]+ bytes\)", said)
+    # What was compared before is shown again: nothing is lost by asking.
+    assert page.locator(".qe-cmp-table").inner_text() == shown
+    page.wait_for_function(f"{VIEW}.data && {VIEW}.data.systems.length === 2", timeout=60_000)
+    page.screenshot(path=str(artifacts / "compare-match-refused.png"))
 
 
 def test_it_can_be_stopped(open_tab: Callable[..., Any]) -> None:
