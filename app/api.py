@@ -15,9 +15,11 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.params import Depends as DependsParam
 from fastapi.responses import StreamingResponse
 
+from app.analysis_api import create_analysis_router
 from app.api_class import create_class_router
+from app.api_import import create_import_router
 from app.api_lessons import create_lessons_router
-from app.api_marks import create_marks_router
+from app.api_marks import create_marks_router, create_present_router, presented
 from app.api_route import LARGEST_SEQ, NDJSON, Route, Seq, SessionId
 from app.api_server import add_docs, create_server_router
 from app.compare_api import create_compare_router
@@ -28,7 +30,7 @@ from app.run_body import RUN_SCHEMA, read_request
 from app.sessions import UnknownSessionError
 from app.settings import ASSETS
 from app.store_file import StoreError
-from app.trace_files import EXPORTS, export, first_trace
+from app.trace_files import EXPORTS, export, first_trace, with_marks
 from visuals.replay import page_script
 
 STATIC_TYPES = {
@@ -47,9 +49,12 @@ def include_routes(app: FastAPI, context: AppContext, dependencies: Sequence[Dep
         create_server_router,
         create_router,
         create_marks_router,
+        create_present_router,
+        create_import_router,
         create_lessons_router,
         create_class_router,
         create_compare_router,
+        create_analysis_router,
         create_openai_router,
     )
     routers = [make(context, dependencies) for make in makers]
@@ -123,6 +128,7 @@ def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()
         found = [info.shown() for info in context.listed(limit, offset)]
         for info in found:
             info["settings"].pop("prompt", None)
+            info["settings"].pop("document", None)
         return {"sessions": found}
 
     @router.get("/s/{sid}")
@@ -140,6 +146,7 @@ def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()
             context.bus.forget(sid)
         context.sessions.delete(sid)
         context.bus.forget(sid)
+        context.presentations.forget(presented(sid))
         return {"deleted": True}
 
     @router.get("/s/{sid}/export.{kind}")
@@ -152,7 +159,7 @@ def create_router(context: AppContext, dependencies: Sequence[DependsParam] = ()
         info = context.sessions.get(sid)
         name = f"qevict-{sid[:8]}.{kind}"
         headers = {"Content-Disposition": f'attachment; filename="{name}"', "Cache-Control": "no-store"}
-        rows = _rows(context, sid, 0)
+        rows = with_marks(_rows(context, sid, 0), context.sessions.marks(sid))
         if kind == "jsonl":
             return StreamingResponse((body + b"\n" for body in rows), media_type=NDJSON, headers=headers)
         return Response(export(kind, list(rows), info.title, lang), media_type=EXPORTS[kind], headers=headers)

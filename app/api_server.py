@@ -18,7 +18,8 @@ from fastapi.responses import HTMLResponse
 from app.api_route import Route, program_version
 from app.context import AppContext
 from app.metrics import CONTENT_TYPE, memory_bytes
-from app.systems import SYSTEMS
+from app.systems import listed
+from app.versions import versions
 from presets.loader import load_models, load_presets
 
 
@@ -39,10 +40,11 @@ def create_server_router(context: AppContext, dependencies: Sequence[DependsPara
         return {
             "status": "degraded" if trouble or context.housekeeping.trouble else "ok",
             "version": program_version(),
+            "versions": dict(versions()),
             "uptime_s": round(time.monotonic() - began, 1),
             "store": trouble or "ok",
             "backup": context.housekeeping.trouble or "ok",
-            "running": int(context.runs.active is not None),
+            "running": len(context.runs.running),
             "waiting": len(context.runs.waiting),
             "followers": context.bus.followers,
         }
@@ -51,7 +53,7 @@ def create_server_router(context: AppContext, dependencies: Sequence[DependsPara
     def metrics() -> Response:
         """Figures for Prometheus."""
         gauges: dict[str, Any] = {
-            "qevict_running": float(context.runs.active is not None),
+            "qevict_running": float(len(context.runs.running)),
             "qevict_waiting": float(len(context.runs.waiting)),
             "qevict_followers": float(context.bus.followers),
             "qevict_memory_bytes": memory_bytes(),
@@ -72,8 +74,8 @@ def create_server_router(context: AppContext, dependencies: Sequence[DependsPara
 
     @router.get("/qe/systems")
     def systems() -> dict[str, Any]:
-        """Systems that a run can be asked for by name, and what each changes in the settings."""
-        return {"systems": [{"name": name, "changes": dict(changes)} for name, changes in SYSTEMS.items()]}
+        """Systems that a run can be asked for by name: what each keeps, what QEvict's own change in the settings."""
+        return {"systems": listed()}
 
     @router.get("/qe/models")
     def models() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from app import bench_command, compare_command, diagnose_command, eval_command
+from app import bench_command, compare_command, diagnose_command, eval_command, report_command
 from engine.config import BACKENDS, KV_DTYPES, RANKERS, SCORE_SCOPES
 from engine.errors import EngineError
 from presets.loader import DEFAULT, load_models, load_presets
@@ -109,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     compare_command.add(commands)
     diagnose_command.add(commands)
     eval_command.add(commands)
+    report_command.add(commands)
     return parser
 
 

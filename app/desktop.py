@@ -1,18 +1,23 @@
 """The page in a window of its own, where a display and pywebview are there; else in the browser.
 
-Knows a running server's address; knows no route.
+The window is another process (`python -m app.desktop URL`): a toolkit that lacks a system library ends its process
+on the spot, and that must not be the one that serves. Knows a running server's address; knows no route.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
 import sys
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 TITLE = "QEvict Lab"
+FOLDER = Path(__file__).resolve().parent.parent
 
 
 def why_not(env: Mapping[str, str], platform: str = sys.platform) -> str:
@@ -36,7 +41,7 @@ def show(url: str, say: Callable[[str], None], wait: Callable[[], None]) -> None
         try:
             _window(url)
             return
-        except Exception as error:  # a window toolkit fails in its own ways; the page is still there
+        except (OSError, RuntimeError) as error:
             reason = f"the window failed ({str(error)[:200]})"
     say(f"no window of its own: {reason}. The page is at {url}")
     if os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY") or not sys.platform.startswith("linux"):
@@ -45,9 +50,33 @@ def show(url: str, say: Callable[[str], None], wait: Callable[[], None]) -> None
 
 
 def _window(url: str) -> None:
+    """Returns when the window was closed.
+
+    Raises:
+        RuntimeError: its process ended in another way; the text is the last thing that it said.
+    """
+    with tempfile.TemporaryFile() as said:
+        process = subprocess.Popen([sys.executable, "-m", "app.desktop", url], cwd=FOLDER, stdout=said, stderr=said)
+        try:
+            code = process.wait()
+        finally:
+            process.terminate()
+        if code:
+            said.seek(0)
+            lines = said.read().decode(errors="replace").split("\n")
+            words = [line.strip() for line in lines if line.strip()]
+            raise RuntimeError(words[-1] if words else f"its process ended with {code}")
+
+
+def open_window(url: str) -> None:
+    """Opens the window here and returns when it is closed; must be called from the main thread."""
     import webview
 
     if hasattr(os, "geteuid") and os.geteuid() == 0:
         os.environ.setdefault("QTWEBENGINE_DISABLE_SANDBOX", "1")
     webview.create_window(TITLE, url, width=1280, height=820)
     webview.start()
+
+
+if __name__ == "__main__":
+    open_window(sys.argv[1])

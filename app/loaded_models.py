@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+from app.engine_import import import_engine
 from engine.errors import ModelNotFoundError
 from engine.trace import Progress
 
@@ -20,6 +21,7 @@ Loader = Callable[..., Any]
 
 
 def _load_model(name: str, **options: Any) -> Any:
+    import_engine()
     from engine.models import load_model
 
     return load_model(name, **options)

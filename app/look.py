@@ -5,6 +5,7 @@ Knows the palette and the asset files; knows no component.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import json
 from pathlib import Path
@@ -47,9 +48,13 @@ def page_options() -> dict[str, Any]:
 def head() -> str:
     """Styles and the page's own script, inlined: nothing is fetched before the first paint."""
     colors = f":root {{\n{css_variables('light')}\n}}\nbody.dark {{\n{css_variables('dark')}\n}}\n"
-    style = colors + _asset("css/app.css") + _asset("css/compare.css") + _asset("css/lessons.css")
+    style = colors + "".join(
+        _asset(f"css/{name}.css") for name in ("app", "compare", "lessons", "glossary", "analysis")
+    )
     words = json.dumps({lang: {name: text(lang, key) for name, key in HINTS.items()} for lang in LANGUAGES})
-    script = f"window.qePageWords = {words};\n{lean_script(_asset('js/page.js'))}"
+    version = hashlib.sha256(_asset("js/glossary.js").encode()).hexdigest()[:12]
+    script = f"window.qePageWords = {words};\nwindow.qeGlossarySource = 'qe/static/js/glossary.js?v={version}';\n"
+    script += lean_script(_asset("js/page.js")) + lean_script(_asset("js/glossary_start.js"))
     return f"<style>\n{style}\n</style>\n<script>\n{script}\n</script>"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from app.compare_lines import notice_sentence
 from app.run_watch import Standing
 from app.texts import text
 
@@ -17,13 +18,16 @@ def notices_html(sentences: Sequence[str]) -> str:
     return "".join(f'<div class="qe-page-message" role="status">{escape(sentence)}</div>' for sentence in sentences)
 
 
-NOTICES = ("new_tokens_capped", "no_full_history")
-"""The engine's notices; a sentence of the app's own is shown as it is."""
+NOTICES = ("new_tokens_capped", "no_full_history", "cells_by_majority")
+"""The engine's notices on a run; those on a system are worded with it, and a sentence of the app's own is shown as
+it is."""
 
 
 def notice_sentences(notices: Sequence[str], lang: str) -> list[str]:
     """A run's notices as sentences."""
-    return [text(lang, f"notice.{notice}") if notice in NOTICES else notice for notice in notices]
+    return [
+        text(lang, f"notice.{notice}") if notice in NOTICES else notice_sentence(notice, lang) for notice in notices
+    ]
 
 
 def error_html(sentence: str) -> str:
@@ -70,7 +74,7 @@ def standing_sentence(now: Standing, lang: str, *, stopping: bool = False) -> st
     if stopping:
         return text(lang, "status.stopping")
     if now.state == "queued":
-        return text(lang, "status.queued", position=now.ahead) if now.ahead else text(lang, "status.starting")
+        return _queued(now, lang) if now.ahead else text(lang, "status.starting")
     if now.stage in STAGES and now.done < now.total and (now.state == "loading" or not now.tokens):
         stage = text(lang, STAGES[now.stage])
         return text(lang, "status.progress", stage=stage, done=_count(now.done), total=_count(now.total))
@@ -83,6 +87,17 @@ def standing_sentence(now: Standing, lang: str, *, stopping: bool = False) -> st
     if now.rate is None:
         return text(lang, "status.running_no_rate", tokens=now.tokens, planned=now.planned)
     return text(lang, "status.running", tokens=now.tokens, planned=now.planned, rate=f"{now.rate:.1f}")
+
+
+def _queued(now: Standing, lang: str) -> str:
+    """Who comes before, and how long that will take where it is known."""
+    wait = now.wait_seconds
+    if wait is None:
+        return text(lang, "status.queued", position=now.ahead)
+    if wait < 60:
+        # Steps of five seconds: the line is read aloud whenever it changes.
+        return text(lang, "status.queued_seconds", position=now.ahead, seconds=max(5, 5 * round(wait / 5)))
+    return text(lang, "status.queued_minutes", position=now.ahead, minutes=max(1, round(wait / 60)))
 
 
 def _count(number: int) -> str:

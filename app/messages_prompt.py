@@ -35,3 +35,23 @@ def transcript(messages: Sequence[tuple[str, str]]) -> str:
     """The conversation as plain lines."""
     lines = [f"{role.capitalize()}: {text}" for role, text in messages]
     return "\n".join([*lines, "Assistant:"])
+
+
+def with_document(messages: Sequence[tuple[str, str]], document: str) -> tuple[tuple[str, str], ...]:
+    """The conversation with a document in front of the first thing that the user says."""
+    out = list(messages)
+    place = next((at for at, (role, _) in enumerate(out) if role == "user"), 0)
+    role, said = out[place]
+    out[place] = (role, f"{document}\n\n{said}")
+    return tuple(out)
+
+
+def document_of(rendered: str, document: str) -> tuple[str, str]:
+    """(all up to the document's end, what follows) of a conversation that `with_document` has begun.
+
+    The first is empty where the model's template has changed the document: the conversation is then read as one.
+    """
+    at = rendered.find(f"{document}\n\n")
+    if at < 0:
+        return "", rendered
+    return rendered[: at + len(document)], rendered[at + len(document) + 2 :]

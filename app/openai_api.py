@@ -53,7 +53,7 @@ def create_openai_router(context: AppContext, dependencies: Sequence[DependsPara
 
     @router.post("/chat/completions", openapi_extra=schema(chat=True))
     async def chat(request: Request) -> Response:
-        """Answers a conversation. Own fields: kv_budget, quant_share, bits, system, preset, reference."""
+        """Answers a conversation. Own fields: kv_budget, quant_share, bits, system, document, preset, reference."""
         body = await read_json(request, context.settings.max_body_bytes)
         return await _answer(context, request, read_chat(body, context.settings), chat=True)
 

@@ -1,7 +1,7 @@
 """The bodies of /v1/chat/completions and /v1/completions, checked and made into runs.
 
-Takes the fields that existing clients send and a few of its own: kv_budget, quant_share, bits, system, preset,
-reference. Knows presets and systems; knows no queue and no web framework.
+Takes the fields that existing clients send and a few of its own: kv_budget, quant_share, bits, system, document,
+preset, reference. Knows presets and systems; knows no queue and no web framework.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from app.messages_prompt import with_document
 from app.run_request import RunRequest
 from app.settings import Settings
-from app.systems import SYSTEMS, apply_system
+from app.systems import apply_system, rival_of
 from engine.errors import ConfigError, PromptError
 from presets.loader import DEFAULT, load_preset
 
@@ -23,7 +24,7 @@ MOST_MESSAGES = 512
 MOST_STOPS = 4
 STOP_CHARS = 200
 
-OWN = ("kv_budget", "quant_share", "bits", "system", "preset", "reference")
+OWN = ("kv_budget", "quant_share", "bits", "system", "document", "preset", "reference")
 SHARED = ("model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options", *OWN)
 CHAT = ("messages", "max_completion_tokens", *SHARED)
 COMPLETION = ("prompt", *SHARED)
@@ -115,8 +116,11 @@ def _wanted(
     }
     preset = _text(body, "preset", DEFAULT)
     config = load_preset(preset).config.replace(planned_new_tokens=max(0, tokens))
-    config = apply_system(system, config)
     changes = {name: body[name] for name in ("kv_budget", "quant_share", "bits") if body.get(name) is not None}
+    config = apply_system(system, config, changes)
+    document = _text(body, "document", "").strip()
+    if document and messages:
+        messages = with_document(messages, document)
     request = RunRequest(
         prompt,
         _text(body, "model", "embedded"),
@@ -125,6 +129,9 @@ def _wanted(
         preset=preset,
         raise_budget=True,
         messages=messages,
+        policy=system,
+        system=rival_of(system),
+        document=document,
     )
     return Wanted(request, _stops(body.get("stop")), stream, bool((extras or {}).get("include_usage")), system)
 
@@ -206,7 +213,8 @@ _FIELDS: dict[str, Any] = {
     "kv_budget": {"type": "number", "exclusiveMinimum": 0, "maximum": 1, "description": "share of FullKV bytes kept"},
     "quant_share": {"type": "number", "minimum": 0, "maximum": 1, "description": "byte share of the low-bit tier"},
     "bits": {"type": "integer", "enum": [2, 4], "description": "code width of the low-bit tier"},
-    "system": {**_TEXT, "enum": list(SYSTEMS), "description": "variant of the cache, see /qe/systems"},
+    "system": {**_TEXT, "description": "QEvict, a variant of it or a rival: one of /qe/systems"},
+    "document": {**_TEXT, "description": "text before the first question, compressed first and kept for the next one"},
     "preset": {**_TEXT, "description": "named settings to begin from, see /qe/presets"},
     "reference": {"type": "boolean", "description": "measure against FullKV (slower)"},
 }

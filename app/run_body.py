@@ -12,10 +12,11 @@ from fastapi import HTTPException, Request
 
 from app.run_request import RunRequest
 from app.settings import SPARE_BYTES, Settings
+from app.systems import apply_system, rival_of
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
 
-TEXTS = ("prompt", "model", "preset", "title", "device", "dtype", "lang")
+TEXTS = ("prompt", "document", "model", "system", "preset", "title", "device", "dtype", "lang")
 MOST_DIGITS = 40
 KEYS = (*TEXTS, "config", "options", "raise_budget", "watched_row")
 
@@ -30,7 +31,13 @@ RUN_SCHEMA: dict[str, Any] = {
                     "additionalProperties": False,
                     "properties": {
                         "prompt": {"type": "string", "description": "what the model reads"},
+                        "document": {
+                            "type": "string",
+                            "description": "text before the prompt, compressed first and kept for the next question; "
+                            "a kept one is used where options.reference is false",
+                        },
                         "model": {"type": "string", "description": "embedded, a hub name or a folder"},
+                        "system": {"type": "string", "description": "one of /qe/systems; qevict by default"},
                         "preset": {"type": "string", "description": "named settings to begin from"},
                         "config": {"type": "object", "description": "settings of the cache by name"},
                         "options": {"type": "object", "description": "max_new_tokens, temperature, top_p, seed, ..."},
@@ -104,10 +111,14 @@ def build_request(body: dict[str, Any]) -> RunRequest:
     changes = dict(body.get("config", {}))
     if "max_new_tokens" in options and isinstance(options["max_new_tokens"], int):
         changes.setdefault("planned_new_tokens", options["max_new_tokens"])
+    system = body.get("system") or "qevict"
     return RunRequest(
         prompt=body.get("prompt", ""),
+        document=body.get("document", "").strip(),
         model=body.get("model", "embedded"),
-        config=_config(body.get("preset", ""), changes),
+        config=_config(body.get("preset", ""), system, changes),
+        system=rival_of(system),
+        policy=system,
         options=options,
         preset=body.get("preset", ""),
         title=body.get("title", ""),
@@ -119,11 +130,16 @@ def build_request(body: dict[str, Any]) -> RunRequest:
     )
 
 
-def _config(preset: str, changes: dict[str, Any]) -> QEvictConfig:
+def _config(preset: str, system: str, changes: dict[str, Any]) -> QEvictConfig:
+    """Settings by preset, then by system, then as given."""
     from presets.loader import load_preset
 
     try:
-        return load_preset(preset).config.replace(**changes) if preset else QEvictConfig.from_mapping(changes)
+        given = changes.keys() - {"planned_new_tokens"}
+        if not preset and system == "qevict":
+            return QEvictConfig.from_mapping(changes)
+        chosen = load_preset(preset).config if preset else QEvictConfig()
+        return apply_system(system, chosen, given).replace(**changes)
     except OverflowError as error:
         raise ConfigError("a number in config is too large.") from error
 

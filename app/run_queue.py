@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 from app.settings import Settings
@@ -139,3 +139,37 @@ class RunTimes:
             return None
         rates = sorted(self._rates)
         return rates[len(rates) // 2] * max(1, tokens)
+
+
+Group = tuple[str, ...]
+
+
+def expected_wait(
+    active: Sequence[tuple[Group, float | None]], waiting: Sequence[tuple[Group, float | None]], slots: int
+) -> float | None:
+    """Seconds until the last of `waiting` has its turn; None where a run's time is not known yet.
+
+    Args:
+        active: (group, seconds left) of those that have the device. waiting: (group, seconds), the next one first.
+        slots: runs of one group that share the device; another group's waits until all have left.
+    """
+    now = 0.0
+    holds: Group | None = active[0][0] if active else None
+    ends: list[float] = []
+    for _, left in active:
+        if left is None:
+            return None
+        ends.append(left)
+    for place, (group, seconds) in enumerate(waiting):
+        if ends and group != holds:
+            now, ends = max(now, *ends), []
+        elif len(ends) >= slots:
+            now = max(now, min(ends))
+            ends.remove(min(ends))
+        if place == len(waiting) - 1:
+            return now
+        if seconds is None:
+            return None
+        holds = group
+        ends.append(now + seconds)
+    return now

@@ -59,6 +59,9 @@ class RunRequest:
         lang: language of notices.
         policy: name that the trace carries.
         messages: a conversation of (role, text) that stands in for `prompt` once the model's template is at hand.
+        system: a rival from the engine's registry that runs instead of QEvict; empty = QEvict as `config` says.
+        document: text in front of the prompt that is compressed before the prompt is read, and kept for the next
+            question about it.
         user, address: who asks, see `app.visitors`; empty = filled in from the current request.
         job: makes the events instead of the engine, called in the same way; such a run is not stored.
     """
@@ -76,6 +79,8 @@ class RunRequest:
     lang: str = "en"
     policy: str = "qevict"
     messages: tuple[tuple[str, str], ...] = ()
+    system: str = ""
+    document: str = ""
     user: str = ""
     address: str = ""
     job: Callable[..., Iterator[TraceEvent]] | None = field(default=None, compare=False, repr=False)
@@ -101,6 +106,8 @@ class RunRequest:
             "options": self.option_values,
             "device": self.device,
             "dtype": self.dtype,
+            **({"system": self.system} if self.system else {}),
+            **({"document": self.document} if self.document else {}),
         }
 
 
@@ -114,11 +121,13 @@ def check(request: RunRequest, settings: Settings) -> None:
     """
     if not request.prompt.strip():
         raise PromptError("the prompt is empty: type something for the model to read.")
-    if len(request.prompt) > settings.max_prompt_chars:
-        raise PromptError(
-            f"the prompt must have at most {settings.max_prompt_chars} characters here, got {len(request.prompt)}."
-        )
-    for name, value in (("prompt", request.prompt), ("model", request.model), ("preset", request.preset)):
+    length = len(request.prompt) + len(request.document)
+    if length > settings.max_prompt_chars:
+        raise PromptError(f"the prompt must have at most {settings.max_prompt_chars} characters here, got {length}.")
+    if request.document and request.system:
+        raise ConfigError(f"{request.system} reads a prompt as a whole: put the document into the prompt.")
+    texts = ("prompt", "document", "model", "preset")
+    for name, value in ((name, str(getattr(request, name))) for name in texts):
         if not _is_unicode(value):
             raise PromptError(f"the {name} must be Unicode text, got half of a surrogate pair in it.")
     allowed = settings.allowed_models

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from contextvars import Context
 from dataclasses import dataclass, field
 
 from app.run_output import RunOutput
@@ -59,11 +60,19 @@ class Run:
     seen: float = field(default_factory=time.monotonic)
     """When somebody last looked at it."""
     done: threading.Event = field(default_factory=threading.Event)
+    context: Context = field(default_factory=Context)
+    """What its request was: a GPU that is lent by the second is asked for in it."""
 
     @property
     def tokens(self) -> int:
         """Tokens that were asked for."""
         return int(self.request.option_values.get("max_new_tokens", DEFAULT_TOKENS))
+
+    @property
+    def group(self) -> tuple[str, ...]:
+        """Runs of one group may share the device."""
+        request = self.request
+        return (self.session,) if request.job is not None else (request.model, request.device, request.dtype)
 
     def watched_row(self) -> int:
         return self.row

@@ -29,7 +29,8 @@ PAGE = 1024
 class Standing:
     """A run as it stands. `state` is "queued", "loading", "running" or "ended"; tokens are generated ones.
 
-    `trouble` says why a run's end can't be read; it is not the run's own error.
+    `trouble` says why a run's end can't be read; it is not the run's own error. `wait_seconds` is what a queued one
+    will wait, None = not known yet.
     """
 
     state: str = "queued"
@@ -43,6 +44,7 @@ class Standing:
     notices: list[str] = field(default_factory=list)
     trouble: str = ""
     why: str = ""
+    wait_seconds: float | None = None
     summary: dict[str, Any] = field(default_factory=dict)
 
 
@@ -68,6 +70,7 @@ class RunWatch:
         self._read()
         now.state = "ended" if now.why else status.state
         now.ahead, now.stage, now.done, now.total = status.ahead, status.stage, status.done, status.total
+        now.wait_seconds = status.wait_seconds
         if now.state == "ended" and not now.why:
             self._recall()
         return now

@@ -1,7 +1,7 @@
-"""Runs: one at a time on the device, first come first served, followed through the event bus.
+"""Runs: one at a time on the device, or a few of one model together, users in turn, followed through the event bus.
 
-`start` returns at once; a worker thread asks the engine for events and sends each of them on. Knows the engine's
-event iterator, the bus and the store; knows no web page, and imports torch only in its worker.
+`start` returns at once; a worker thread asks the engine for events and sends each of them on. Knows queue, bus and
+store; knows no web page, and imports torch only in its worker.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextvars import copy_context
 from dataclasses import replace
 from typing import Any
 
 from app.events import Bus
 from app.loaded_models import LoadedModels, Loader
-from app.messages_prompt import render
 from app.metrics import Metrics
+from app.run_batch import BatchDrive
+from app.run_driver import Driver, Engine, Feed, say
 from app.run_output import RunOutput
-from app.run_queue import FairQueue, Limits, QueueFullError, RunTimes
+from app.run_queue import FairQueue, Limits, QueueFullError, RunTimes, expected_wait
 from app.run_request import RunRequest, check
 from app.run_state import Run, RunStatus
 from app.sessions import Sessions, new_session_id
@@ -26,15 +28,12 @@ from app.settings import Settings
 from app.store_file import StoreError
 from app.texts import text
 from app.visitors import Visitor
-from engine.errors import BudgetError, EngineError, OutOfMemoryError
-from engine.trace import EndEvent, ErrorEvent, Progress, RunMeta, TraceEvent
+from engine.errors import EngineError, OutOfMemoryError
+from engine.trace import EndEvent, ErrorEvent, Progress
 
 __all__ = ["Engine", "QueueFullError", "RunManager", "RunRequest", "RunStatus"]
 
 log = logging.getLogger("qevict.runs")
-
-Engine = Callable[..., Iterator[TraceEvent]]
-"""(loaded, prompt, config, options, *, session, watched_row, should_stop, policy) -> events"""
 
 OUT_OF_MEMORY = (
     "the device ran out of memory: take a shorter prompt, fewer new tokens, a smaller model, "
@@ -70,8 +69,7 @@ class RunManager:
         self.models = LoadedModels(settings.max_loaded_models, loader, settings.allowed_models)
         self._sessions = sessions
         self._bus = bus
-        self._engine = engine
-        self._options = options
+        self._driver = Driver(settings, self.models, engine, options)
         self._visitor = visitor
         self._demand = demand
         self._limits = Limits(settings)
@@ -79,7 +77,7 @@ class RunManager:
         self._changed = threading.Condition()
         self._queue: FairQueue[Run] = FairQueue()
         self._runs: dict[str, Run] = {}
-        self._active: Run | None = None
+        self._active: list[Run] = []
         self._entering: list[RunRequest] = []
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -142,7 +140,7 @@ class RunManager:
             if waiting:
                 self._queue.remove(run)
         if waiting:
-            self._say(run)
+            say(run)
             self._end(run, EndEvent(run.stop_why, {}))
             self._announce()
 
@@ -174,20 +172,28 @@ class RunManager:
             return 0, None
         order = self._queue.order()
         before = order[: order.index(run)]
-        active = self._active
-        wait: float | None = 0.0
-        for one in [active, *before]:
-            if one is not None and wait is not None:
-                expected = self._times.expect(one.tokens)
-                gone = time.monotonic() - one.began if one is active and one.began else 0.0
-                wait = None if expected is None else wait + max(0.0, expected - gone)
-        return len(before) + (active is not None), None if wait is None else round(wait, 1)
+        now = time.monotonic()
+        active = []
+        for one in self._active:
+            expected = self._times.expect(one.tokens)
+            gone = now - one.began if one.began else 0.0
+            active.append((one.group, None if expected is None else max(0.0, expected - gone)))
+        waiting = [(one.group, self._times.expect(one.tokens)) for one in [*before, run]]
+        slots = self.settings.batch if self._driver.can_batch else 1
+        wait = expected_wait(active, waiting, slots)
+        return len(before) + len(active), None if wait is None else round(wait, 1)
 
     @property
     def active(self) -> str | None:
-        """Session that has the device now."""
-        run = self._active
-        return None if run is None else run.session
+        """Session that has had the device longest of those that have it now."""
+        with self._changed:
+            return self._active[0].session if self._active else None
+
+    @property
+    def running(self) -> list[str]:
+        """All sessions that have the device now."""
+        with self._changed:
+            return [run.session for run in self._active]
 
     @property
     def waiting(self) -> list[str]:
@@ -204,7 +210,7 @@ class RunManager:
         """Ends all runs as "interrupted"; no new one is taken."""
         with self._changed:
             self._closing = True
-            runs = [*self._queue.order(), *([self._active] if self._active is not None else [])]
+            runs = [*self._queue.order(), *self._active]
             self._changed.notify_all()
         for run in runs:
             self._stop(run, "interrupted")
@@ -236,12 +242,12 @@ class RunManager:
             stored=stored,
             wait_seconds=self.settings.store_wait_seconds + 1.0,
         )
-        return Run(session, request, output, request.watched_row, notices)
+        return Run(session, request, output, request.watched_row, notices, context=copy_context())
 
     def _announce(self) -> None:
         """Tells everybody in the queue how many come before them."""
         with self._changed:
-            ahead = int(self._active is not None)
+            ahead = len(self._active)
             places = [(run, ahead + index) for index, run in enumerate(self._queue.order())]
         for run, place in places:
             if place:
@@ -254,15 +260,62 @@ class RunManager:
                     self._changed.wait()
                 if not self._queue:
                     return
-                run = self._active = self._queue.pop()
-                run.began = time.monotonic()
-            self.metrics.observe("qevict_wait_seconds", run.began - run.entered)
-            self._announce()
-            try:
+                run = self._enter_device()
+            self._begun(run)
+            if self._driver.can_batch and run.request.job is None:
+                BatchDrive(self._driver, self.settings, self).drive(run)
+            else:
                 self._run(run)
-            finally:
-                with self._changed:
-                    self._active = None
+
+    def _enter_device(self) -> Run:
+        """Makes the next waiting run an active one; call with the lock."""
+        run = self._queue.pop()
+        self._active.append(run)
+        run.began = time.monotonic()
+        return run
+
+    def _begun(self, run: Run) -> None:
+        extra = {"run": run.run_id, "session": run.session}
+        log.info("run %s begins (session %s, model %s)", run.run_id, run.session, run.request.model, extra=extra)
+        self.metrics.observe("qevict_wait_seconds", run.began - run.entered)
+        self._announce()
+        if run.output.stored:
+            self._sessions.update(run.session, state="running")
+
+    # the queue as a batch sees it
+
+    def beside(self, run: Run) -> Run | None:
+        """The next run, if it may share the device with `run`; it stays in the queue."""
+        with self._changed:
+            order = self._queue.order()
+            if self._closing or not order or order[0].group != run.group:
+                return None
+            return order[0]
+
+    def take_out(self, run: Run) -> bool:
+        """Makes the next run an active one; False if it waits no more, or not as the next."""
+        with self._changed:
+            order = self._queue.order()
+            if self._closing or not order or order[0] is not run:
+                return False
+            self._enter_device()
+        self._begun(run)
+        return True
+
+    def ended(self, run: Run, how: EndEvent | Exception) -> None:
+        """Sends an active run's end."""
+        end = how if isinstance(how, EndEvent) else self._fault(run, how)
+        self._end(run, end)
+        tokens = run.output.tally.num_tokens
+        seconds = time.monotonic() - run.began
+        if end.why in ("eos", "length") and run.request.job is None:
+            self._times.add(seconds, run.tokens)
+        self.metrics.count("qevict_tokens_total", tokens)
+        self.metrics.observe("qevict_run_seconds", seconds)
+        extra = {"run": run.run_id, "session": run.session}
+        log.info("run %s ends: %s, %d tokens", run.run_id, end.why, tokens, extra=extra)
+        if self._active:
+            self._announce()
 
     def _watch(self) -> None:
         """Stops runs that nobody looks at."""
@@ -282,126 +335,43 @@ class RunManager:
                     log.info("run %s: abandoned (session %s)", run.run_id, run.session, extra={"run": run.run_id})
                     self._stop(run, "stop", f"nobody looked at this run for {limit} seconds: it was stopped.")
 
-    def _say(self, run: Run) -> None:
-        """Tells the trace why a run was stopped."""
-        said, run.said = run.said, ""
-        if said:
-            run.output.emit(ErrorEvent(said, run.run_id))
-
     def _run(self, run: Run) -> None:
-        extra = {"run": run.run_id, "session": run.session}
-        log.info("run %s begins (session %s, model %s)", run.run_id, run.session, run.request.model, extra=extra)
-        if run.output.stored:
-            self._sessions.update(run.session, state="running")
+        """Drives a run that has the device alone."""
+        how: EndEvent | Exception
         try:
-            end = self._drive(run)
-        except EngineError as error:
-            if isinstance(error, OutOfMemoryError):
-                self.models.clear()
-            log.warning("run %s: %s", run.run_id, error, extra=extra)
-            end = self._failed(run, str(error), "memory" if isinstance(error, OutOfMemoryError) else "input")
+            how = self._drive(run)
         except Exception as error:
-            if _is_out_of_memory(error):
-                self.models.clear()
-                log.warning("run %s: out of memory", run.run_id, exc_info=True, extra=extra)
-                end = self._failed(run, OUT_OF_MEMORY, "memory")
-            else:
-                log.exception("run %s failed", run.run_id, extra=extra)
-                end = self._failed(run, text(run.request.lang, "error.unexpected", run_id=run.run_id), "internal")
-        self._end(run, end)
-        tokens = run.output.tally.num_tokens
-        seconds = time.monotonic() - run.began
-        if end.why in ("eos", "length") and run.request.job is None:
-            self._times.add(seconds, run.tokens)
-        self.metrics.count("qevict_tokens_total", tokens)
-        self.metrics.observe("qevict_run_seconds", seconds)
-        log.info("run %s ends: %s, %d tokens", run.run_id, end.why, tokens, extra=extra)
+            how = error
+        self.ended(run, how)
 
     def _drive(self, run: Run) -> EndEvent:
         """Sends all events of a run but the last, which it returns."""
-        request = run.request
-        run.state = "loading"
-
-        def loading(progress: Progress) -> None:
-            run.stage = progress
-            run.output.progress(progress)
-
-        loaded = self.models.get(request.model, request.device, request.dtype, loading)
-        run.stage = None
+        loaded = self._driver.load(run)
         if run.stop_why:
             return EndEvent(run.stop_why, {})
-        run.state = "running"
-        limit = self.settings.max_run_seconds
-        deadline = time.monotonic() + limit if limit else float("inf")
-        first, events = self._begin(run, loaded)
-        event: TraceEvent | None = first
+        feed = Feed(run, self.settings.max_run_seconds)
+        events = self._driver.events(run, loaded)
         try:
-            while event is not None:
-                if isinstance(event, EndEvent):
-                    return replace(event, why=run.stop_why) if event.why == "stop" and run.stop_why else event
-                if isinstance(event, RunMeta):
-                    event = replace(event, session=run.session, notices=[*run.notices, *event.notices])
-                run.stage = event if isinstance(event, Progress) else None
-                run.output.emit(event)
-                self._say(run)
-                if run.must_cut():
-                    return EndEvent(run.stop_why, run.output.tally.summary())
-                if time.monotonic() > deadline and not run.stop_why:
-                    run.said = f"a run may take {limit} seconds here: it was stopped."
-                    self._say(run)
-                    run.stop("stop")
-                event = next(events, None)
+            for event in events:
+                end = feed.take(event)
+                if end is not None:
+                    return end
         finally:
-            close = getattr(events, "close", None)
-            if close is not None:
-                close()
+            events.close()
         raise RuntimeError("the engine's events ended without an end event")
 
-    def _begin(self, run: Run, loaded: Any) -> tuple[TraceEvent | None, Iterator[TraceEvent]]:
-        """The first event and the rest; raises a budget that is too small, if that was asked for."""
-        request = run.request
-        prompt, values = request.prompt, request.option_values
-        if request.messages:
-            prompt, values["chat"] = render(loaded, request.messages), False
-        engine, options = self._engine_and_options(values)
-        engine = request.job or engine
-        config = request.config
-        for attempt in range(3):
-            events = engine(
-                loaded,
-                prompt,
-                config,
-                options,
-                session=run.session,
-                watched_row=run.watched_row,
-                should_stop=run.should_stop,
-                policy=request.policy,
-            )
-            try:
-                return next(events, None), events
-            except BudgetError as error:
-                if not request.raise_budget or attempt == 2 or not 0.0 < error.smallest_share <= 1.0:
-                    raise
-                asked = config.kv_budget
-                config = config.replace(kv_budget=error.smallest_share, kv_budget_bytes=None)
-                run.notices[:] = [
-                    *run.notices,
-                    text(
-                        request.lang,
-                        "notice.budget_raised",
-                        asked=f"{asked:.1%}" if request.config.kv_budget_bytes is None else "?",
-                        used=f"{config.kv_budget:.2%}",
-                    ),
-                ]
-        raise RuntimeError("unreachable")
-
-    def _engine_and_options(self, values: dict[str, Any]) -> tuple[Engine, Any]:
-        engine, build = self._engine, self._options
-        if engine is None or build is None:
-            from engine.generate import RunOptions, generate
-
-            engine, build = engine or generate, build or RunOptions
-        return engine, build(**values)
+    def _fault(self, run: Run, error: Exception) -> EndEvent:
+        """Says what went wrong, and returns the run's end."""
+        extra = {"run": run.run_id, "session": run.session}
+        if isinstance(error, OutOfMemoryError) or _is_out_of_memory(error):
+            self._driver.forget()
+            log.warning("run %s: out of memory", run.run_id, exc_info=error, extra=extra)
+            return self._failed(run, str(error) if isinstance(error, EngineError) else OUT_OF_MEMORY, "memory")
+        if isinstance(error, EngineError):
+            log.warning("run %s: %s", run.run_id, error, extra=extra)
+            return self._failed(run, str(error), "input")
+        log.error("run %s failed", run.run_id, exc_info=error, extra=extra)
+        return self._failed(run, text(run.request.lang, "error.unexpected", run_id=run.run_id), "internal")
 
     def _failed(self, run: Run, sentence: str, fault: str) -> EndEvent:
         run.output.emit(ErrorEvent(sentence, run.run_id))
@@ -418,8 +388,7 @@ class RunManager:
         self._bus.retire(run.session, stored=stored)
         with self._changed:
             self._runs.pop(run.session, None)
-            if self._active is run:
-                self._active = None
+            self._active = [one for one in self._active if one is not run]
         run.done.set()
 
 

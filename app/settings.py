@@ -56,6 +56,10 @@ class Settings:
         backup_dir: where copies of the session database go, and where one is taken from if there is none.
         backup_minutes: time between two copies; the last one is made at the end.
         log_json: whether each line of the log is a JSON object.
+        batch: runs of one model that are decoded together; 1 = one after the other.
+        batch_mb: megabytes that the runs of a batch may take beside the model; 0 = what the device has free.
+        prefix_mb: megabytes of compressed documents that are kept for the next question, per model; 0 = none.
+        gpu_seconds: longest that one run may hold a GPU which is lent by the second, see `app.zero_gpu`.
     """
 
     data_dir: Path = Path(".qevict")
@@ -86,6 +90,10 @@ class Settings:
     backup_dir: Path | None = None
     backup_minutes: int = 10
     log_json: bool = False
+    batch: int = 1
+    batch_mb: int = 0
+    prefix_mb: int = 256
+    gpu_seconds: int = 60
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():
@@ -152,6 +160,10 @@ RANGES: dict[str, tuple[int, int]] = {
     "abandon_seconds": (0, 1_000_000),
     "keep_days": (0, 100_000),
     "backup_minutes": (1, 100_000),
+    "batch": (1, 64),
+    "batch_mb": (0, 10_000_000),
+    "prefix_mb": (0, 1_000_000),
+    "gpu_seconds": (5, 600),
 }
 
 HOSTED_DEFAULTS = {
@@ -165,6 +177,7 @@ HOSTED_DEFAULTS = {
     "starts_per_minute": 30,
     "abandon_seconds": 60,
     "keep_days": 30,
+    "prefix_mb": 64,
 }
 
 SPACE_FRAMES = ("https://huggingface.co", "https://*.hf.space")

@@ -1,6 +1,6 @@
 """Named systems that one run can be asked for: QEvict, the variants that its own settings make of it, and its rivals.
 
-Knows settings; asks the engine's registry only when a name is none of QEvict's.
+Knows settings and the names of the engine's registry; does not load the engine, so that a server answers at once.
 """
 
 from __future__ import annotations
@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from app.engine_import import import_engine
 from engine.config import QEvictConfig
-from engine.errors import BackendError, ConfigError
+from engine.errors import ConfigError
 
 SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "qevict": {},
@@ -23,8 +22,17 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
 }
 """QEvict and its variants: what each changes in the settings."""
 
+EVICTING = (
+    *("streamingllm", "snapkv", "adakv", "h2o", "random", "criticalkv", "critical-adakv"),
+    *("defensivekv", "layer-defensivekv"),
+)
+"""Rivals that keep as many tokens as a budget holds; names of the engine's registry."""
+QUANTIZING = ("kivi-2", "kivi-4", "zipcache", "kvquant-nuq2", "kvquant-nuq3", "kvquant-nuq4", "hf-quantized")
+"""Rivals that keep all tokens at the bits of their own settings, whatever the budget."""
+RIVALS = (*EVICTING, *QUANTIZING)
+
 RIVAL_SETTINGS = ("kv_budget", "kv_budget_bytes", "kv_dtype", "window_size", "sink_tokens", "planned_new_tokens")
-"""Settings that mean something to a rival; the last but one and two only draw its board."""
+"""Settings that mean something to a rival; windows and sinks only draw its board."""
 
 
 def apply_system(name: str, config: QEvictConfig, given: Collection[str] = ()) -> QEvictConfig:
@@ -35,25 +43,16 @@ def apply_system(name: str, config: QEvictConfig, given: Collection[str] = ()) -
 
     Raises:
         ConfigError: no such system, or its settings do not go with the rest.
-        BackendError: what it needs is not installed.
     """
     changes = SYSTEMS.get(name)
     if changes is not None:
         return config.replace(**changes)
-    import_engine()
-    from engine.baselines import registry
-
-    if name not in rival_names():
-        if name in registry.names():
-            raise ConfigError(f"{name} exists only where it is compared with others on the same tokens.")
-        raise ConfigError(f"system must be one of {', '.join([*SYSTEMS, *rival_names()])}, got {name[:40]!r}.")
-    info = registry.info(name)
-    if info.unavailable is not None:
-        raise BackendError(info.unavailable)
+    if name not in RIVALS:
+        raise ConfigError(f"system must be one of {', '.join([*SYSTEMS, *RIVALS])}, got {name[:40]!r}.")
     for setting in given:
         if setting not in RIVAL_SETTINGS:
             raise ConfigError(f"{name} has no {setting}: leave it out. It takes {', '.join(RIVAL_SETTINGS)}.")
-        if setting.startswith("kv_budget") and not info.budgeted:
+        if setting.startswith("kv_budget") and name in QUANTIZING:
             raise ConfigError(f"{name} keeps what its own settings say, whatever the budget: leave {setting} out.")
     return config
 
@@ -63,36 +62,8 @@ def rival_of(name: str) -> str:
     return "" if name in SYSTEMS else name
 
 
-def rival_names() -> tuple[str, ...]:
-    """The registry's systems that generate freely, QEvict's variants left out."""
-    import_engine()
-    from engine.baselines import registry
-
-    return tuple(
-        one.name
-        for one in registry.systems()
-        if one.name not in SYSTEMS and one.family != "tiers" and not one.needs_reference
-    )
-
-
 def listed() -> list[dict[str, Any]]:
     """All systems, for those who choose one by name."""
-    import_engine()
-    from engine.baselines import registry
-
-    facts = {one.name: one for one in registry.systems()}
-    out: list[dict[str, Any]] = []
-    for name in (*SYSTEMS, *rival_names()):
-        one = facts[name]
-        out.append(
-            {
-                "name": name,
-                "changes": dict(SYSTEMS.get(name, {})),
-                "family": one.family,
-                "keeps": one.keeps,
-                "storage": one.storage,
-                "budgeted": one.budgeted,
-                "unavailable": one.unavailable,
-            }
-        )
-    return out
+    own = [{"name": name, "rival": False, "budgeted": True, "changes": dict(SYSTEMS[name])} for name in SYSTEMS]
+    rivals = [{"name": name, "rival": True, "budgeted": name in EVICTING, "changes": {}} for name in RIVALS]
+    return [*own, *rivals]

@@ -14,6 +14,7 @@ from app import page_api
 from app.labels import Labels, pick_language
 from app.look import page_options
 from app.tabs import about
+from app.tabs.analysis import AnalysisTab
 from app.tabs.compare import QUIET, CompareTab
 from app.tabs.lessons import LessonsTab
 from app.tabs.live import LiveTab
@@ -43,6 +44,7 @@ def build_ui(context: AppContext) -> gr.Blocks:
         compare = CompareTab(context, labels, lang)
         lessons = LessonsTab()
         replays = ReplaysTab(context, labels, lang)
+        analysis = AnalysisTab(context, labels, lang)
         live.build_panel()
         language = _build_header(labels)
         with gr.Tabs(selected="live", elem_classes="qe-tabs", elem_id="qe-tabs") as tabs:
@@ -54,14 +56,17 @@ def build_ui(context: AppContext) -> gr.Blocks:
                 lessons.build()
             with _tab(labels, "replays") as replays_tab:
                 replays.build()
+            with _tab(labels, "analysis") as analysis_tab:
+                analysis.build()
             with _tab(labels, "about"):
                 about.build(labels)
         live.wire()
         compare.wire()
         lessons.wire(tabs, *live.form)
         replays.wire()
+        analysis.wire(analysis_tab)
         _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, compare, replays)
-        compare_tab.select(compare.list_systems, [lang], [compare.fields["systems"]], **QUIET)
+        compare_tab.select(compare.show, [lang, compare.session], compare.showing, **QUIET)
         page_api.publish(context)
     demo.queue(default_concurrency_limit=None, max_size=None)
     return demo
@@ -122,13 +127,14 @@ def _wire_page(
     def arrive(saved: dict[str, Any] | None, request: gr.Request) -> list[Any]:
         query = request.query_params
         chosen = pick_language(query.get("lang"), (saved or {}).get("lang"), request.headers.get("accept-language"))
-        session = query.get("s")
-        shown = "replays" if session else "lessons" if query.get("class") else None
+        session, comparison = query.get("s"), query.get("c")
+        shown = "replays" if session else "compare" if comparison else "lessons" if query.get("class") else None
         return [
             chosen,
             chosen,
             gr.Tabs(selected=shown) if shown else gr.skip(),
             (session, _whole(query.get("r")), _whole(query.get("l"))) if session else None,
+            comparison if comparison and not session else None,
             live.first_board(),
             *live.words(chosen, ""),
             *compare.words(chosen, ""),
@@ -139,7 +145,17 @@ def _wire_page(
     # A board that is not on the screen yet must not be an output: the front end would lose what it is made of.
     # So a link's session goes through `linked`, which changes only when there is one, after its tab is shown.
     linked = gr.State(None)
-    arriving: list[Any] = [lang, language, tabs, linked, live.board, *live.wordy, *compare.wordy, replays.table]
+    arriving: list[Any] = [
+        lang,
+        language,
+        tabs,
+        linked,
+        compare.linked,
+        live.board,
+        *live.wordy,
+        *compare.wordy,
+        replays.table,
+    ]
     arriving += labels.components
     arrived = demo.load(arrive, [kept], _once(arriving), **quiet)
     arrived.then(

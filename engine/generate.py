@@ -41,6 +41,10 @@ from engine.trace import (
 
 PREFILL_CHUNK = 512
 """Prompt tokens per forward: progress, and a stop that is heard, at no measured cost."""
+WORKSPACE = 1.25
+"""Bytes that reading a prompt takes, over those of its keys and values: scores and one layer's output."""
+WAITING = Progress("decode", 0, 0)
+"""Said by a run of a batch that waits until its token has been fed; no part of a trace."""
 VERSION = "0.1.0"
 
 
@@ -163,12 +167,24 @@ def generate(
         PromptError, BudgetError, BackendError, UnsupportedModelError, OutOfMemoryError: before or during the run.
     """
     run = _Run(loaded, prompt, config or QEvictConfig(), options or RunOptions(), session, policy, document, prefixes)
+    yield from alone(run, watched_row, should_stop)
+
+
+def alone(
+    run: _Run, watched_row: Callable[[], int] | None, should_stop: Callable[[], bool] | None
+) -> Iterator[TraceEvent]:
+    """The numbered events of a run that shares its forwards with no other.
+
+    Raises:
+        OutOfMemoryError: during the run.
+    """
     seq = 0
     try:
         for event in run.events(watched_row, should_stop):
             yield _numbered(event, seq)
             seq += 1
     except (torch.OutOfMemoryError, MemoryError) as error:
+        loaded = run.loaded
         raise OutOfMemoryError(
             f"{loaded.label} ran out of memory on {loaded.device} with a prompt of {len(run.ids)} tokens: "
             "take a shorter prompt or a smaller model."
@@ -218,11 +234,34 @@ class _Run:
         document: str,
         prefixes: PrefixStore | None,
     ) -> None:
-        self.loaded, self.options, self.session, self.policy = loaded, options, session, policy
-        self.ids, self.split = _split_ids(loaded, document, prompt, options.chat)
+        ids, self.split = _split_ids(loaded, document, prompt, options.chat)
         self.prefixes = prefixes
+        self._settle(loaded, ids, config, options, session, policy)
+        self.cache = QEvictCache(loaded.model, self.config)
+        shape = model_shape(loaded, self.config)
+        self.shape = KVShape(len(self.cache.managed_layers), shape.num_kv_heads, shape.head_dim, shape.element_bytes)
+        first: Plan = make_plan(self.config, self.shape, self.split or len(self.ids))
+        settled = self.config.replace(local_tokens=first.local_tokens)
+        self.plan: Plan = make_plan(settled, self.shape, len(self.ids)) if self.split else first
+        self.notices += self.plan.notices
+        self.cache.on_route = self.records.append
+        self.cache.expected_columns = self.split or len(self.ids)
+        self.with_reference = options.reference and len(self.ids) > 1 and config.prefill_routing == "end"
+
+    def _settle(
+        self, loaded: LoadedModel, ids: list[int], config: QEvictConfig, options: RunOptions, session: str, policy: str
+    ) -> None:
+        """What does not depend on the cache."""
+        self.loaded, self.options, self.session, self.policy = loaded, options, session, policy
+        self.ids = ids
         self.prefix_used = False
         self._logits = torch.empty(0)
+        self.together = False
+        """Whether a batch feeds the tokens, see `engine.generate_batch`."""
+        self.wanted = 0
+        """The token that is to be fed next."""
+        self.most_rows = 1
+        """Runs that shared a forward with this one, itself included."""
         room = loaded.max_positions - len(self.ids)
         if room < 1:
             raise PromptError(
@@ -232,18 +271,8 @@ class _Run:
         self.new_tokens = min(options.max_new_tokens, room)
         self.config = config.replace(planned_new_tokens=self.new_tokens)
         self.notices = [] if self.new_tokens == options.max_new_tokens else ["new_tokens_capped"]
-        self.cache = QEvictCache(loaded.model, self.config)
-        shape = model_shape(loaded, self.config)
-        self.shape = KVShape(len(self.cache.managed_layers), shape.num_kv_heads, shape.head_dim, shape.element_bytes)
-        first: Plan = make_plan(self.config, self.shape, self.split or len(self.ids))
-        settled = self.config.replace(local_tokens=first.local_tokens)
-        self.plan: Plan = make_plan(settled, self.shape, len(self.ids)) if self.split else first
-        self.notices += self.plan.notices
         self.tally = _Tally()
         self.records: list[RoutingRecord] = []
-        self.cache.on_route = self.records.append
-        self.cache.expected_columns = self.split or len(self.ids)
-        self.with_reference = options.reference and len(self.ids) > 1 and config.prefill_routing == "end"
         self.reference: Reference | None = None
         self.fed: list[int] = []
         """Tokens that the run has seen and the reference has not."""
@@ -328,11 +357,15 @@ class _Run:
                 break
             if number + 1 == self.new_tokens:
                 break
-            self.tally.decode_seconds += self._forward([token])
+            if self.together:
+                self.wanted = token
+                yield WAITING
+            else:
+                self.tally.decode_seconds += self._forward([token])
             logits = self._logits
             if self.reference is not None:
                 self.fed.append(token)
-            if self.records:
+            if self.routing_due:
                 yield from self._routed(watched_row)
         rest = decoder.flush()
         if rest:
@@ -397,6 +430,19 @@ class _Run:
         self._logits = output.logits[0, -1].float()
         return time.perf_counter() - began
 
+    def fed_with(self, logits: Tensor, seconds: float, rows: int) -> None:
+        """A batch of `rows` has fed the token that was wanted: float32 [vocabulary] after it."""
+        self._logits = logits
+        self.tally.decode_seconds += seconds
+        self.most_rows = max(self.most_rows, rows)
+
+    def needed_bytes(self) -> int:
+        """Most bytes that the run takes beside the model, an upper bound."""
+        length = len(self.ids) + self.new_tokens
+        kept = self.plan.persistent_bytes * self.shape.num_layers
+        full = self.shape.full_kv_bytes(length) if self.with_reference else 0
+        return int(self.shape.full_kv_bytes(len(self.ids)) * WORKSPACE) + kept + full
+
     def _sample(self, logits: Tensor) -> int:
         options = self.options
         if options.temperature == 0.0:
@@ -409,6 +455,11 @@ class _Run:
         return int(torch.multinomial(probs, 1, generator=self.generator))
 
     # ---- facts ---------------------------------------------------------------------------------------
+
+    @property
+    def routing_due(self) -> bool:
+        """Whether a routing event has happened that was not told yet."""
+        return bool(self.records)
 
     @property
     def plan_rows(self) -> int:
@@ -494,6 +545,7 @@ class _Run:
                 "kv_dtype": self.kv_dtype,
                 "prefill_peak_bytes": cache.prefill_peak_bytes,
                 "scoring_bytes": cache.scoring_bytes,
+                "kernel_bytes": cache.workspace_bytes,
                 "prefix_bytes": 0 if self.prefixes is None else self.prefixes.nbytes,
                 "lane_padding_bytes": 0 if store is None else store.lane_padding_bytes,
             },
@@ -511,6 +563,7 @@ class _Run:
                 "ttft_ms": tally.ttft_seconds * 1e3,
                 "tpot_ms": tally.decode_seconds / steps * 1e3,
                 "tokens_per_s": steps / tally.decode_seconds if tally.decode_seconds else 0.0,
+                "batch_rows": self.most_rows,
                 "reference_share": reference_seconds / max(1e-9, engine_seconds + reference_seconds),
                 "route_ms": tally.route_seconds / max(1, tally.events) * 1e3,
             },

@@ -136,5 +136,10 @@ class PrefixStore:
         with self._lock:
             return sum(held.nbytes for held in self._held.values())
 
+    def bytes_under(self, beginning: str) -> int:
+        """Bytes of the snapshots whose keys begin so."""
+        with self._lock:
+            return sum(held.nbytes for key, held in self._held.items() if key.startswith(beginning))
+
     def __len__(self) -> int:
         return len(self._held)

@@ -169,7 +169,10 @@ class Keyframe:
 
 @dataclass(frozen=True, slots=True)
 class RoutingEvent:
-    """One routing event: what moved, in all board rows. `route_ms` is its measured cost."""
+    """One routing event: what moved, in all board rows.
+
+    `route_ms` is its measured cost, None for a system that decides within its steps.
+    """
 
     kind: ClassVar[str] = "route"
     event_id: int
@@ -177,7 +180,7 @@ class RoutingEvent:
     num_windows: int
     migrations: Migrations
     memory: MemoryReading
-    route_ms: float
+    route_ms: float | None
     promotions: int
     demotions: int
     evictions: int
@@ -311,7 +314,7 @@ def encode(event: TraceEvent, seq: int | None = None) -> bytes:
         case RoutingEvent():
             body.update(r=event.event_id, t=event.seq_len, n=event.num_windows, mv=len(event.migrations))
             body.update(b=_b64(event.migrations.tobytes()), mem=event.memory.to_list())
-            body.update(ms=round(event.route_ms, 3))
+            body.update(ms=None if event.route_ms is None else round(event.route_ms, 3))
             body.update(c=[event.promotions, event.demotions, event.evictions, event.aged])
         case LateMetrics():
             body.update(r=event.event_id, fmm=_short(event.fmm), fmm_hist=_short(event.fmm_history))

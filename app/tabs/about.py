@@ -1,18 +1,18 @@
-"""The About tab: the method in one picture, the tiers, what each number means and where it is computed, versions.
+"""The About tab: the method in one picture, the tiers, the glossary, what it does not do, versions, sources.
 
 Everything here is text and one drawing made from it; knows no session and no run.
 """
 
 from __future__ import annotations
 
-import platform
 from html import escape
-from importlib import metadata
 
 import gradio as gr
 
+from app.glossary import glossary_html
 from app.labels import Labels
 from app.texts import DEFAULT, text
+from app.versions import versions
 from engine.config import QEvictConfig
 
 TIERS = (
@@ -23,20 +23,8 @@ TIERS = (
     ("evicted", "tier.evicted", "about.tier_evicted"),
 )
 
-NUMBERS = (
-    ("about.number_bytes", "about.number_bytes_text", "engine/budget.py"),
-    ("about.number_window", "about.number_window_text", "engine/budget.py"),
-    ("about.number_score", "about.number_score_text", "engine/scores.py"),
-    ("about.number_fmm", "about.number_fmm_text", "engine/metrics/fmm.py"),
-    ("about.number_mass", "about.number_mass_text", "engine/metrics/fmm.py"),
-    ("about.number_churn", "about.number_churn_text", "engine/metrics/churn.py"),
-    ("about.number_rate", "about.number_rate_text", "engine/generate.py"),
-)
-"""Name, meaning and the file that computes it."""
-
 LIMITS = ("about.limit_small", "about.limit_cpu", "about.limit_row", "about.limit_reference", "about.limit_promotion")
 SOURCES = ("about.source_method", "about.source_related", "about.source_model", "about.source_texts")
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "gradio", "fastapi", "sqlite-utils", "plotly")
 
 
 def build(labels: Labels) -> None:
@@ -59,10 +47,6 @@ def about_html(lang: str) -> str:
         f"<div><strong>{say(title)}</strong><br>{say(body)}</div></li>"
         for name, title, body in TIERS
     )
-    numbers = "".join(
-        f'<tr><th scope="row">{say(name)}</th><td>{say(body)}</td><td><code>{where}</code></td></tr>'
-        for name, body, where in NUMBERS
-    )
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(number)}</td></tr>' for name, number in versions()
     )
@@ -72,27 +56,13 @@ def about_html(lang: str) -> str:
 <h2>{say("about.heading")}</h2><p class="qe-lead">{lead}</p>
 <h3>{say("about.picture_title")}</h3>{picture(lang)}
 <h3>{say("about.tiers_title")}</h3><ul class="qe-tiers">{tiers}</ul>
-<h3>{say("about.numbers_title")}</h3>
-<table class="qe-table"><thead><tr><th scope="col">{say("about.numbers_name")}</th>
-<th scope="col">{say("about.numbers_meaning")}</th><th scope="col">{say("about.numbers_where")}</th></tr></thead>
-<tbody>{numbers}</tbody></table>
+{glossary_html(lang)}
 <h3>{say("about.limits_title")}</h3><ul class="qe-points">{limits}</ul>
 <h3>{say("about.versions_title")}</h3>
 <table class="qe-table qe-page-narrow"><thead><tr><th scope="col">{say("about.version_name")}</th>
 <th scope="col">{say("about.version_number")}</th></tr></thead><tbody>{rows}</tbody></table>
 <h3>{say("about.sources_title")}</h3><ul class="qe-points">{sources}</ul>
 </article>"""
-
-
-def versions() -> list[tuple[str, str]]:
-    """(name, version) of what this server runs on; packages that are absent are left out."""
-    found = [("Python", platform.python_version())]
-    for name in ("qevict-lab", *PACKAGES):
-        try:
-            found.append((name, metadata.version(name)))
-        except metadata.PackageNotFoundError:
-            continue
-    return found
 
 
 def picture(lang: str) -> str:

@@ -19,6 +19,8 @@ from app.messages import error_html, hint_html, notice_sentences, notices_html
 from app.result_table import format_share, result_html
 from app.texts import DEFAULT, text
 from app.tier_view import TierView
+from app.trace_import import import_trace
+from app.visitors import current_visitor
 from engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -70,6 +72,17 @@ class ReplaysTab:
                     gr.HTML(hint_html(text(DEFAULT, "replays.intro")), padding=False, elem_classes="qe-grow"),
                     lambda lang: {"value": hint_html(text(lang, "replays.intro"))},
                 )
+                self.bring = self._labels.bind(
+                    gr.UploadButton(
+                        text(DEFAULT, "replays.bring"),
+                        size="sm",
+                        file_types=[".html", ".jsonl"],
+                        type="binary",
+                        elem_classes="qe-small",
+                        elem_id="qe-bring",
+                    ),
+                    label="replays.bring",
+                )
                 self.refresh = button("replays.refresh", elem_classes="qe-small")
             self.table = gr.HTML("", js_on_load=PICK_JS, padding=False, elem_id="qe-sessions")
         with gr.Column(elem_id="qe-opened", elem_classes=GONE) as self.open_part:
@@ -96,6 +109,7 @@ class ReplaysTab:
         quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
         lang, session = self._lang, self.session
         self.table.select(self._pick, [lang], self.opening, **quiet)
+        self.bring.upload(self._bring, [self.bring, lang], self.opening, **quiet)
         self.refresh.click(self.table_html, [lang], [self.table], **quiet)
         self.back.click(self._close, [lang], [*self.parts, self.table, session, self.board, self.message], **quiet)
         self.rename.click(self._rename, [session, self.title, lang], [self.message, self.heading], **quiet)
@@ -187,6 +201,15 @@ class ReplaysTab:
 
     def _pick(self, lang: str, event: gr.EventData) -> list[Any]:
         return self.open_session(str(event.sid), lang)
+
+    def _bring(self, data: bytes | None, lang: str) -> list[Any]:
+        """Opens the run in an exported file, as a session of its own."""
+        visitor = current_visitor()
+        try:
+            session = import_trace(self._context.sessions, data or b"", "" if visitor is None else visitor.user)
+        except EngineError as error:
+            return [*_show(opened=False), "", *[gr.skip()] * 5, error_html(str(error)), gr.update(visible=False)]
+        return self.open_session(session, lang)
 
     def _close(self, lang: str) -> list[Any]:
         return [*_show(opened=False), self.table_html(lang), "", None, ""]

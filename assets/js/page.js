@@ -15,6 +15,7 @@
     }
   }
 
+  const tall = window.matchMedia("(min-height: 900px)");
   const state = Object.assign({ theme: "", projector: false, scale: 1 }, read());
 
   function save() {
@@ -32,7 +33,8 @@
     document.body.classList.toggle("dark", dark);
     document.body.classList.toggle("qe-projector", state.projector);
     root.style.colorScheme = dark ? "dark" : "light";
-    const scale = Math.max(state.scale, state.projector ? 1.3 : 1);
+    // Of 1,080 lines the smallest print then has 18 pixels; fewer lines must still hold the whole board.
+    const scale = Math.max(state.scale, state.projector ? (tall.matches ? 1.4 : 1.3) : 1);
     root.style.setProperty("--qe-scale", String(scale));
     for (const [id, on] of [["qe-projector-button", state.projector], ["qe-theme-button", dark]]) {
       const button = document.getElementById(id);
@@ -111,5 +113,6 @@
   apply();
   // The page's own listener follows the system's colours; ours must have the last word.
   const system = window.matchMedia("(prefers-color-scheme: dark)");
+  tall.addEventListener("change", apply);
   system.addEventListener("change", () => setTimeout(apply, 0));
 })();

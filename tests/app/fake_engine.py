@@ -85,6 +85,9 @@ class FakeEngine:
         watched_row: Callable[[], int] | None = None,
         should_stop: Callable[[], bool] | None = None,
         policy: str = "qevict",
+        system: str = "",
+        document: str = "",
+        prefixes: Any = None,
     ) -> Iterator[TraceEvent]:
         self.started.append(prompt)
         self.running += 1

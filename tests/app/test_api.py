@@ -32,10 +32,11 @@ from tests.app.test_runs import wait_for
 class Server:
     """One server in a thread, on a port that the system chose."""
 
-    def __init__(self, folder: Path, engine: FakeEngine, **limits: Any) -> None:
+    def __init__(self, folder: Path, engine: FakeEngine, *, parts: dict[str, Any] | None = None, **limits: Any) -> None:
         self.engine = engine
+        made_up = {"engine": engine, "loader": FakeLoader(), "options": FakeOptions}
         settings = Settings(data_dir=folder, **{"max_prompt_chars": 1000, "max_new_tokens": 5000, **limits})
-        self.context: AppContext = create_context(settings, engine=engine, loader=FakeLoader(), options=FakeOptions)
+        self.context: AppContext = create_context(settings, **(made_up if parts is None else parts))
         gate = Middleware(Gate, settings=settings, signature=self.context.signature, metrics=self.context.runs.metrics)
         app = FastAPI(docs_url=None, openapi_url=None, middleware=[gate])
         include_routes(app, self.context)

@@ -326,3 +326,24 @@ def test_a_window_that_fails_leaves_the_page(monkeypatch: Any) -> None:
     said: list[str] = []
     desktop.show("http://127.0.0.1:1/", said.append, lambda: None)
     assert "no toolkit" in said[0]
+
+
+def test_a_toolkit_that_ends_its_process_leaves_the_server(monkeypatch: Any, tmp_path: Path) -> None:
+    (tmp_path / "webview.py").write_text(
+        "import os, sys\n"
+        "def create_window(title, url, **size): print(url, file=sys.stderr, flush=True)\n"
+        "def start():\n"
+        "    print('no platform plugin', file=sys.stderr, flush=True)\n"
+        "    os.abort() if os.environ['HOW'] == 'abort' else None\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(desktop, "why_not", lambda env: "")
+    monkeypatch.setattr(desktop.webbrowser, "open", lambda url: None)
+    said: list[str] = []
+    waited: list[bool] = []
+    monkeypatch.setenv("HOW", "abort")
+    desktop.show("http://127.0.0.1:1/", said.append, lambda: waited.append(True))
+    assert "the window failed (no platform plugin)" in said[0] and waited == [True]
+    monkeypatch.setenv("HOW", "close")
+    desktop.show("http://127.0.0.1:1/", said.append, lambda: waited.append(True))
+    assert len(said) == 1 and waited == [True]  # closed by its owner: the server may end

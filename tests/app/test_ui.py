@@ -500,9 +500,5 @@ def test_the_picture_is_well_formed_and_described(lang: str) -> None:
     assert "about." not in about.about_html(lang)
 
 
-def test_numbers_name_files_that_exist() -> None:
-    assert [where for _, _, where in about.NUMBERS if not (ROOT / where).is_file()] == []
-
-
 def test_the_lead_states_the_default_window() -> None:
     assert str(QEvictConfig().window_size) in about.about_html("en")
