@@ -8,7 +8,7 @@ tensors whose summed `nbytes` equal them (lane padding of the kernel layout is r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.config import QEvictConfig
 from engine.errors import BudgetError
@@ -224,3 +224,20 @@ def _smallest_total(config: QEvictConfig, costs: WindowCosts, sink_blocks: int) 
 def _share_up(part: int, whole: int) -> float:
     """part / whole, rounded up to 1e-4 so that the named budget really works."""
     return -(-part * 10_000 // max(1, whole)) / 10_000
+
+
+def larger_plan(old: Plan, new: Plan) -> Plan:
+    """`new` with capacities that are never smaller than `old`'s, and that fit the larger budget together."""
+    costs, total = new.costs, max(old.total_bytes, new.total_bytes)
+    local_blocks = max(old.local_blocks, new.local_blocks)
+    history = total - (new.sink_blocks + local_blocks) * costs.full
+    full = max(old.full_capacity, min(new.full_capacity, (history - old.quant_capacity * costs.quant) // costs.full))
+    quant = max(old.quant_capacity, min(new.quant_capacity, (history - full * costs.full) // costs.quant))
+    return replace(
+        new,
+        total_bytes=total,
+        local_tokens=old.local_tokens,
+        local_blocks=local_blocks,
+        full_capacity=full,
+        quant_capacity=quant,
+    )

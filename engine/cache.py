@@ -8,38 +8,38 @@ single-token forward, or its own end with `prefill_routing="chunk"`) routes ever
 single-token decoding a routing event follows each time a window ages. One cache serves one batch of
 sequences; layers that are not full attention keep their stock cache layer.
 
-Knows transformers through `adapter.py`; what it computes is decided by `routing.py` and `budget.py`.
+Keys and values stay on the device of their layer: a `CachePart` does the work for the layers of one
+device, and this file tells the parts of all devices when to do it, plans for them, and joins their
+answers. Knows transformers through `adapter.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from engine.adapter import enable
 from engine.attention import make_backend
-from engine.attention.sdpa import layers_at_once, score_pools
 from engine.attention.state import KVState
-from engine.budget import KVShape, Plan, make_plan
+from engine.budget import KVShape, Plan, larger_plan, make_plan
 from engine.cache_layer import QEvictLayer, attention_module, build_layers
-from engine.candidates import gather_candidates
+from engine.cache_part import CachePart, device_groups
 from engine.config import QEvictConfig
 from engine.errors import CacheUseError, ConfigError, UnsupportedModelError
-from engine.event_read import read_event
 from engine.padding import check_padding, left_pads, position_shift
 from engine.rope import RopeTable, find_rotary, probe_layout
-from engine.routing import decide
-from engine.scores import QueryRing, Ranker
-from engine.staging import Staging
-from engine.tier_board import RoutingRecord, TierBoard
-from engine.tiers import Moves, PoolShape, TierStore
-from engine.windows import Grid
+from engine.scores import Ranker
+from engine.tier_board import RoutingRecord
+from engine.tiers import PoolShape, TierStore
 
 __all__ = ["QEvictCache", "QEvictLayer", "RoutingRecord"]
 
@@ -48,14 +48,17 @@ class QEvictCache(Cache):
     """Recoverable quantized KV eviction as a cache (paper §2).
 
     Args:
-        model: the model that will run; it is switched to our attention function (other caches keep working).
+        model: the model that will run; it is switched to our attention function (other caches keep working). Its
+            layers may lie on several devices.
         config: settings; None = defaults.
 
     Raises:
-        UnsupportedModelError: no full-attention layer, shared KV, or an unknown RoPE.
-        BackendError: the chosen backend cannot run on the model's device.
+        UnsupportedModelError: no full-attention layer, shared KV, an unknown RoPE, or offloaded weights.
+        BackendError: the chosen backend cannot run on one of the model's devices.
         ConfigError: settings do not fit the model.
     """
+
+    part_class: ClassVar[type[CachePart]] = CachePart
 
     def __init__(self, model: PreTrainedModel, config: QEvictConfig | None = None) -> None:
         self.config = config or QEvictConfig()
@@ -65,24 +68,31 @@ class QEvictCache(Cache):
         self._managed = managed
         self._owned: list[QEvictLayer] = [layer for layer in layers if isinstance(layer, QEvictLayer)]
         attention = attention_module(model, managed[0])
-        parameter = next(attention.parameters())
-        self.device, self._weights_dtype = parameter.device, parameter.dtype
-        spread = {next(attention_module(model, index).parameters()).device for index in managed}
-        if len(spread) > 1:
-            raise UnsupportedModelError(
-                f"all layers must lie on one device, this model is spread over {', '.join(sorted(map(str, spread)))}."
-            )
+        self._weights_dtype = next(attention.parameters()).dtype
+        groups = device_groups(model, managed)
         layer_types = getattr(text, "layer_types", None)
-        self._rope = RopeTable(find_rotary(model), layer_types[managed[0]] if layer_types else None, self.device)
+        rotary, kind = find_rotary(model), layer_types[managed[0]] if layer_types else None
+        ropes = [RopeTable(rotary, kind, group.device) for group in groups]
         self._num_heads = int(text.num_attention_heads)
         self._num_kv_heads = int(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
         self._head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-        probe_layout(attention, self._rope, self._head_dim)
-        self._rope.restart()
-        groups = self.config.value_group_size
-        if groups is not None and self._head_dim % groups:
-            raise ConfigError(f"value_group_size must divide head_dim {self._head_dim}, got {groups}.")
-        self._backend = make_backend(self.config.backend, str(self.device), Ranker(self.config), self._head_dim)
+        probe_layout(attention, ropes[0], self._head_dim)
+        ropes[0].restart()
+        values = self.config.value_group_size
+        if values is not None and self._head_dim % values:
+            raise ConfigError(f"value_group_size must divide head_dim {self._head_dim}, got {values}.")
+        self.parts = [
+            self.part_class(
+                group,
+                rope,
+                make_backend(self.config.backend, str(group.device), Ranker(self.config), self._head_dim),
+            )
+            for group, rope in zip(groups, ropes, strict=True)
+        ]
+        """One for each device, in order of layers."""
+        self._places = [(part, layer) for part in self.parts for layer in range(part.count)]
+        self.device = self.parts[0].device
+        self._rope_kind = ropes[0].kind
         enable(model)
         self.on_route: Callable[[RoutingRecord], None] | None = None
         self.clock: Callable[[], float] = time.perf_counter
@@ -92,12 +102,11 @@ class QEvictCache(Cache):
 
     def forget(self) -> None:
         """Drops the sequence and all pools."""
-        self._state: KVState | None = None
+        for part in self.parts:
+            part.forget()
         self._plans: list[Plan] = []
-        self._tiers = TierBoard(self.device)
         self.expected_columns = 0
         """Length that the sequence is known to reach; capacities are planned for it, however short the first chunk."""
-        self._tail: list[Tensor] = []
         self.num_events = 0
         self.prefill_peak_bytes = 0
         self.route_seconds = 0.0
@@ -107,12 +116,12 @@ class QEvictCache(Cache):
     def __bool__(self) -> bool:
         # Phi-3 drops a truthy cache when a longrope prompt exceeds the original length, and would
         # silently run on a cache of its own; elsewhere a cache must be truthy.
-        return self._rope.kind != "longrope"
+        return self._rope_kind != "longrope"
 
     @property
     def backend_name(self) -> str:
-        """The backend that really runs."""
-        return self._backend.name
+        """The backend that really runs; several names where devices have different ones."""
+        return "+".join(dict.fromkeys(part.backend.name for part in self.parts))
 
     @property
     def managed_layers(self) -> list[int]:
@@ -122,18 +131,47 @@ class QEvictCache(Cache):
     @property
     def batch(self) -> int:
         """Batch rows; 0 before the first forward."""
-        return 0 if self._state is None else self._state.shape.batch
+        held = self.parts[0].held
+        return 0 if held is None else held.shape.batch
 
     @property
-    def state(self) -> KVState:
-        """Live state, for diagnostics and tests.
+    def states(self) -> list[KVState]:
+        """Live state of every part, for diagnostics and tests.
 
         Raises:
             CacheUseError: nothing has been seen yet.
         """
-        if self._state is None:
-            raise CacheUseError("the cache is empty: run a forward first.")
-        return self._state
+        return [part.state for part in self.parts]
+
+    @property
+    def state(self) -> KVState:
+        """Live state of a cache on one device, for diagnostics and tests.
+
+        Raises:
+            CacheUseError: nothing has been seen yet, or there are several states.
+        """
+        if len(self.parts) > 1:
+            raise CacheUseError(f"the cache lies on {len(self.parts)} devices: ask for `states`, one for each.")
+        return self.parts[0].state
+
+    @property
+    def lead(self) -> KVState:
+        """State of the first part: what is not by layer (columns, padding, grid, staging or not) is the same in all.
+
+        Raises:
+            CacheUseError: nothing has been seen yet.
+        """
+        return self.parts[0].state
+
+    @property
+    def pool_shape(self) -> PoolShape:
+        """Decision rows of all managed layers: the rows of `board`."""
+        return replace(self.lead.shape, num_layers=len(self._managed))
+
+    @property
+    def occupied(self) -> NDArray[np.int64]:
+        """Arena blocks, live entries and shadows of every decision row, [3, N], as the host knows them."""
+        return np.concatenate([state.occupied for state in self.states], 1)
 
     @property
     def plan(self) -> Plan:
@@ -168,46 +206,69 @@ class QEvictCache(Cache):
     def board(self) -> Tensor:
         """Tier of every block after the newest event, uint8 [N, blocks]: workspace that diagnostics read.
 
-        It lies on the host where `on_route` is set.
+        It lies on the host where `on_route` is set, or where there are several devices.
         """
-        return self._tiers.on_host
+        boards = [part.tiers.on_host for part in self.parts]
+        return boards[0] if len(boards) == 1 else torch.cat([board.cpu() for board in boards])
 
     @property
     def aged_blocks(self) -> int:
         """Leading blocks that had aged at the newest event."""
-        return self._tiers.aged
+        return self.parts[0].tiers.aged
 
-    @property
-    def rope(self) -> RopeTable:
-        """The model's rotation, with tables that grow."""
-        return self._rope
+    def staged(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of a managed layer's staged keys and values, [B, H_kv, T, d], on its device.
 
-    def adopt(self, state: KVState, plans: list[Plan], board: Tensor, aged: int, num_events: int) -> None:
-        """Takes over a state with its pools, as `prefix.put` restores it."""
+        Raises:
+            CacheUseError: no prompt is staged.
+        """
+        part, inside = self._places[layer]
+        if part.state.staging is None:
+            raise CacheUseError("no prompt is staged: its tokens have been routed, or there was one only.")
+        return part.state.staging.layer(inside)
+
+    def adopt(self, states: Sequence[KVState], plans: list[Plan], board: Tensor, aged: int, num_events: int) -> None:
+        """Takes over the states of all parts with their pools, as `prefix.put` restores them."""
         self.forget()
-        self._state, self._plans = state, list(plans)
-        self._tiers.apply(board.to(self.device), aged, None)
+        rows = [state.shape.rows for state in states]
+        for part, state, tiers in zip(self.parts, states, board.split(rows), strict=True):
+            part.adopt(state, tiers, aged)
+        self._plans = list(plans)
         self._model_dtype = self._weights_dtype
         self.num_events = num_events
         self._owned = [layer for layer in self.layers if isinstance(layer, QEvictLayer)]
         for layer in self._owned:
-            layer.seen = state.columns
+            layer.seen = states[0].columns
 
     def settle(self) -> None:
         """Ends a staged prompt now, as the next single-token forward would."""
-        if self._state is not None and self._state.staging is not None:
+        held = self.parts[0].held
+        if held is not None and held.staging is not None:
             self._route()
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of all pools, lane padding included; 0 before capacities are fixed."""
+        return sum(store.persistent_bytes for store in self._stores())
+
+    @property
+    def lane_padding_bytes(self) -> int:
+        """Bytes of the pools that the kernel's layout adds to what the plan charges."""
+        return sum(store.lane_padding_bytes for store in self._stores())
+
+    def _stores(self) -> list[TierStore]:
+        return [part.held.store for part in self.parts if part.held is not None and part.held.store is not None]
 
     @property
     def scoring_bytes(self) -> int:
         """Workspace of deferred scoring: queries and log-sum-exps since the last event."""
-        ring = None if self._state is None else self._state.ring
-        return 0 if ring is None else ring.nbytes
+        rings = [part.held.ring for part in self.parts if part.held is not None]
+        return sum(ring.nbytes for ring in rings if ring is not None)
 
     @property
     def workspace_bytes(self) -> int:
-        """Workspace of the backend's decode steps: partial results and raw masses that kernels hand on."""
-        return self._backend.workspace_bytes
+        """Workspace of the backends' decode steps: partial results and raw masses that kernels hand on."""
+        return sum(part.backend.workspace_bytes for part in self.parts)
 
     # ---- the path of one forward ---------------------------------------------------------------------
 
@@ -229,50 +290,42 @@ class QEvictCache(Cache):
             return torch.zeros_like(query)
         if layer == 0:
             self._begin(query, key, mask, position_ids)
-        state = self.state
         self._owned[layer].seen += tokens
-        self._scale, self._softcap = scale, softcap
-        if state.staging is not None:
-            state.staging.write(layer, state.columns - tokens, key, value)
-            self._keep_tail(layer, query)
-            weights = state.ranker.prompt_weights(tokens, self.device)
-            out = self._backend.ingest(
-                state, layer, query, start=state.columns - tokens, scale=scale, softcap=softcap, weights=weights
-            )
-        else:
-            out = self._decode(layer, query, key, value, scale, softcap)
+        part, inside = self._places[layer]
+        out = part.attend(inside, query, key, value, scale, softcap)
         if layer == len(self._owned) - 1:
             self._finish(tokens)
         return out
 
-    def _decode(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float, softcap: float | None
-    ) -> Tensor:
-        state = self.state
-        out, lse = self._backend.decode(state, layer, query, key, value, scale=scale, softcap=softcap)
-        if lse is not None and state.ring is not None:
-            state.ring.put(layer, query, lse)
-        return out
-
     def _begin(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> None:
-        """Bookkeeping before the first managed layer of a forward."""
+        """Bookkeeping before the first managed layer of a forward, for the layers of all devices."""
         tokens = query.shape[2]
         if mask is not None and mask.dim() != 2:
             raise CacheUseError("a QEvict cache takes a 2D attention mask (padding) only, not a prepared 4D mask.")
-        if self._state is None:
+        if self.parts[0].held is None:
             self._start(query, key, mask, position_ids)
-        state = self.state
+        state = self.lead
         if query.shape[0] != state.shape.batch:
             raise CacheUseError(f"the cache holds {state.shape.batch} batch rows, a forward of {query.shape[0]} came.")
         if self._owned[-1].seen != state.columns:
             raise CacheUseError("an earlier forward with this cache did not finish: call reset() or build another one.")
         if tokens > 1 and state.columns and mask is not None:
             check_padding(mask, state.pads, state.columns + tokens)
-        self._rope.ensure(state.columns + tokens - int(state.shift.min()))
-        if tokens == 1:
-            self._begin_single(query)
-        else:
-            self._begin_many(tokens)
+        length = state.columns + tokens - int(state.shift.min())
+        for part in self.parts:
+            part.rope.ensure(length)
+        if tokens > 1:
+            staged = sum(part.open_columns(tokens, self._model_dtype) for part in self.parts)
+            self.prefill_peak_bytes = max(self.prefill_peak_bytes, staged)
+            return
+        if state.staging is not None:
+            self._route()
+        if state.store is None:
+            self._allocate()
+            for part in self.parts:
+                part.state.refresh()
+        for part in self.parts:
+            part.open_column(query.dtype)
 
     def _start(self, query: Tensor, key: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> None:
         batch, heads, tokens, dim = query.shape
@@ -283,158 +336,38 @@ class QEvictCache(Cache):
             )
         groups = key.shape[1] if self.config.score_scope == "kv_head" else 1
         self._model_dtype = key.dtype
-        pads = left_pads(mask, batch, tokens)
-        self._state = KVState(
-            config=self.config,
-            grid=Grid(self.config.window_size, self.config.sink_tokens),
-            ranker=Ranker(self.config),
-            rope=self._rope,
-            shape=PoolShape(len(self._managed), batch, groups, key.shape[1] // groups, dim),
-            num_heads=heads,
-            device=self.device,
-            pads=pads,
-            shift=position_shift(position_ids, batch, tokens),
-        )
-        self._rope.restart()
-
-    def _begin_single(self, query: Tensor) -> None:
-        """Makes room for one token per row; the host learns nothing from the device here, unless a prompt ends.
-
-        A CUDA graph cannot hold this part all the same: the column, the block that opens and the ring's place are
-        Python numbers, which a graph would keep as they were. The kernels of `fused_cuda.py` read theirs from the
-        device, so that the attention of a step can be captured between two events.
-        """
-        state = self.state
-        if state.staging is not None:
-            self._route()
-        if state.store is None:
-            self._allocate()
-            state.refresh()
-        store = state.pool
-        if not self._backend.scores_in_step and state.ranker.uses_attention and state.ring is None:
-            state.ring = QueryRing(
-                state.shape.num_layers,
-                state.shape.batch,
-                state.num_heads,
-                self.config.interval,
-                state.shape.head_dim,
-                query,
+        pads, shift = left_pads(mask, batch, tokens), position_shift(position_ids, batch, tokens)
+        for part in self.parts:
+            part.start(
+                self.config,
+                num_heads=heads,
+                batch=batch,
+                groups=groups,
+                heads=key.shape[1] // groups,
+                head_dim=dim,
+                pads=list(pads),
+                shift=shift,
             )
-        if self._backend.scores_in_step and state.ranker.decay != 1.0:
-            store.arena_scores *= state.ranker.decay
-            store.ledger_scores *= state.ranker.decay
-        column = state.columns
-        inside = (column + state.grid.offset) % self.config.window_size
-        if inside == 0 or column == 0:
-            store.open_block(state.grid.block_of(column))
-            state.opened()
-        state.columns += 1
-        state.admit()
-        # Rows without padding occupy the same slots: one host integer then places the token in all of them.
-        state.place = (state.arena_used - 1 if not any(state.pads) else -1, inside)
-
-    def _begin_many(self, tokens: int) -> None:
-        state = self.state
-        self._score_ring()
-        grid, columns = state.grid, state.columns
-        decay = state.ranker.decay**tokens
-        if state.staging is None:
-            partial = columns > 0 and (columns + grid.offset) % self.config.window_size != 0
-            first = grid.block_of(columns - 1) if partial else grid.block_of(columns)
-            start = max(0, grid.first_column(first)) if partial else columns
-            taken = state.pool.close_block() if partial and state.store is not None else None
-            if taken is not None:
-                state.refresh()
-            state.staging = Staging(
-                state.shape, grid, first_block=first, start=start, dtype=self._model_dtype, device=self.device
-            )
-            state.staging.reserve(columns + tokens)
-            if taken is not None:
-                state.staging.put_block(*taken)
-        else:
-            state.staging.reserve(columns + tokens)
-        if decay != 1.0:
-            state.staging.scores *= decay
-            if state.store is not None:
-                state.store.arena_scores *= decay
-                state.store.ledger_scores *= decay
-        state.columns += tokens
-        self.prefill_peak_bytes = max(self.prefill_peak_bytes, state.staging.nbytes)
 
     def _finish(self, tokens: int) -> None:
         """After the last managed layer: routing events fall here."""
-        state = self.state
         if tokens > 1:
             if self.config.prefill_routing == "chunk":
                 self._route()
             return
-        if state.ring is not None:
-            state.ring.count += 1
+        for part in self.parts:
+            ring = part.state.ring
+            if ring is not None:
+                ring.count += 1
+        state = self.lead
         if state.grid.ages_at(state.columns, self.config.interval):
             self._route()
-
-    def _score_ring(self) -> None:
-        """Deferred scoring of the queries since the last event, for all windows that they could see."""
-        state = self.state
-        ring = state.ring
-        if ring is None or not ring.count or state.store is None:
-            return
-        count = ring.count
-        columns = torch.arange(state.columns - count, state.columns, device=self.device)
-        weights = state.ranker.query_weights(count, self.device)
-        if state.ranker.decay != 1.0:
-            state.store.arena_scores *= state.ranker.decay**count
-            state.store.ledger_scores *= state.ranker.decay**count
-        whole = state.shape.num_layers
-        together = layers_at_once(state, count)
-        for layer in range(0, whole, together):
-            part = slice(layer, min(layer + together, whole))
-            score_pools(
-                state,
-                layer,
-                ring.query[part, :, :, :count].flatten(0, 1),
-                ring.lse[part, :, :, :count].flatten(0, 1),
-                scale=self._scale,
-                softcap=self._softcap,
-                weights=weights,
-                columns=columns,
-                layers=part.stop - layer,
-                codes=not self._backend.scores_codes,
-            )
-        ring.count = 0
-
-    def _keep_tail(self, layer: int, query: Tensor) -> None:
-        """Keeps the last n queries of a prompt whose end is not known yet, where only they count."""
-        last = self.config.prefill_queries
-        if last is None or not self.state.ranker.uses_attention:
-            return
-        if layer == len(self._tail):
-            self._tail.append(query[:, :, -last:].clone())
-        else:
-            self._tail[layer] = torch.cat([self._tail[layer], query], 2)[:, :, -last:].clone()
-
-    def _score_tail(self) -> None:
-        """Scores the prompt by its last n queries, now that it has ended: they attend once more."""
-        state = self.state
-        for layer, query in enumerate(self._tail):
-            count = query.shape[2]
-            self._backend.ingest(
-                state,
-                layer,
-                query,
-                start=state.columns - count,
-                scale=self._scale,
-                softcap=self._softcap,
-                weights=state.ranker.tail_weights(count, self.device),
-            )
-        self._tail = []
 
     # ---- routing ---------------------------------------------------------------------------------------
 
     def _allocate(self) -> None:
         """Fixes capacities at the first event; a later append may only grow them."""
-        state = self.state
-        config = self.config
+        state, config = self.lead, self.config
         if self._plans:
             config = config.replace(local_tokens=self._plans[0].local_tokens)
         columns = max(1, state.columns, self.expected_columns)
@@ -442,124 +375,46 @@ class QEvictCache(Cache):
         plans = [make_plan(config, shape, columns, padded=pad > 0) for pad in state.pads]
         if state.store is None:
             self._plans = plans
-            state.store = TierStore(config, state.shape, plans, self.stored_dtype, self.device)
+            for part in self.parts:
+                part.allocate(config, plans, self.stored_dtype)
         elif self.config.kv_budget_bytes is None and plans[0].planned_tokens > self._plans[0].planned_tokens:
-            self._plans = [larger_plan(old, new) for old, new in zip(self._plans, plans, strict=True)]
-            state.store.grow(self._plans)
+            self._grow([larger_plan(old, new) for old, new in zip(self._plans, plans, strict=True)])
+
+    def _grow(self, plans: list[Plan]) -> None:
+        """Enlarges the pools to plans of all batch rows that are nowhere smaller than the present ones."""
+        self._plans = plans
+        for part in self.parts:
+            part.state.pool.grow(plans)
 
     def _route(self) -> None:
-        """One routing event for all layers and rows: score, decide, move. The host reads from the device once."""
+        """One routing event for all layers and rows: score, decide, move. The host reads from each device once."""
         began = self.clock()
-        self._score_ring()
-        state = self.state
-        staging = state.staging
-        if staging is not None:
-            self._score_tail()
+        state = self.lead
+        staged = state.staging is not None
+        for part in self.parts:
+            part.score_ring()
+            if staged:
+                part.score_tail()
+        if staged:
             self._allocate()
-        store = state.pool
-        grid, columns = state.grid, state.columns
-        aged = grid.aged_blocks(columns, store.plans[0].local_tokens)
-        num_blocks = grid.num_blocks(columns)
-        if not state.ranker.uses_attention:
-            self._score_keys(aged)
-        owner = store.shadow_slots(num_blocks)
-        candidates, protected = gather_candidates(state, aged, owner)
-        targets = decide(candidates, store.full_capacity, store.quant_capacity, self.config.promotion)
-        targets = torch.where(candidates.blocks >= 0, targets, protected)
-        moves = Moves(
-            targets=targets,
-            shadow_slots=owner,
-            shift=state.row_shift,
-            rope=self._rope,
-            open_block=staging is not None and (columns + grid.offset) % self.config.window_size != 0,
-            staged_key=None if staging is None else staging.key,
-            staged_value=None if staging is None else staging.value,
-            staged_scores=None if staging is None else staging.scores,
-            first_staged=0 if staging is None else staging.first_block,
-        )
-        plan = store.plan(moves)
-        board = self._tiers.decided(state, candidates, targets, num_blocks)
-        read = read_event(
-            plan.sizes(),
-            (plan.arena_count, plan.live_count, plan.shadow_count),
-            board.came_back,
-            () if self.on_route is None else (board.scores, board.before, board.after),
-        )
-        if read.came_back:
-            raise CacheUseError("an evicted window came back: the cache's tensors were changed from outside.")
-        store.move(moves, plan, read.sizes)
-        self._tiers.apply(board.after, aged, read.boards[2] if read.boards else None)
-        state.staging = None
-        state.refresh(read.occupied)
+        boards = [part.route(self.on_route is not None) for part in self.parts]
         seconds = self.clock() - began
         self.route_seconds += seconds
         event_id = self.num_events
         self.num_events += 1
         if self.on_route is not None:
-            scores, before, after = read.boards
-            self.on_route(RoutingRecord(event_id, columns, before, after, scores, seconds))
-
-    def _score_keys(self, aged: int) -> None:
-        """Scores by key norm, once, while a window is still in full precision."""
-        state = self.state
-        store = state.pool
-        fresh = (store.arena_ids >= self._tiers.aged) & (store.arena_ids < aged)
-        norms = state.ranker.key_scores(store.arena_key.movedim(1, 2))
-        store.arena_scores.copy_(torch.where(fresh, norms, store.arena_scores))
-        if state.staging is not None:
-            state.staging.scores.copy_(state.ranker.key_scores(state.staging.key.movedim(1, 2)))
-
-    _scale: float = 1.0
-    _softcap: float | None = None
+            one = boards[0] if len(boards) == 1 else [torch.cat(tables) for tables in zip(*boards, strict=True)]
+            scores, before, after = one
+            self.on_route(RoutingRecord(event_id, state.columns, before, after, scores, seconds))
 
     # ---- batch rows ------------------------------------------------------------------------------------
 
     def select_rows(self, index: Tensor) -> None:
         """Keeps, repeats or reorders batch rows; `index` holds old row numbers."""
-        state = self._state
-        if state is None:
+        if self.parts[0].held is None:
             return
         rows = [int(i) for i in index.tolist()]
-        old = state.shape
-        shape = PoolShape(old.num_layers, len(rows), old.groups, old.heads, old.head_dim)
-        chosen = torch.tensor(rows, device=self.device)
-
-        def pick(tensor: Tensor) -> Tensor:
-            split = tensor.view(old.num_layers, old.batch, old.groups, *tensor.shape[1:])
-            return split.index_select(1, chosen).flatten(0, 2).contiguous()
-
-        if state.staging is not None:
-            for name in ("key", "value", "scores"):
-                setattr(state.staging, name, pick(getattr(state.staging, name)))
-            state.staging.shape = shape
-        if state.store is not None:
-            state.store.select_rows(chosen)
-            self._plans = state.store.plans
-            self._tiers.select_rows(pick)
-        if state.ring is not None:
-            state.ring.query = state.ring.query.index_select(1, chosen)
-            state.ring.lse = state.ring.lse.index_select(1, chosen)
-        self._tail = [query.index_select(0, chosen) for query in self._tail]
-        state.shape = shape
-        state.pads = [state.pads[i] for i in rows]
-        state.shift = state.shift[torch.tensor(rows)]
-        if state.store is not None:
-            # Rows that left may have been the longest, and a lone unpadded row places its tokens by that length.
-            state.refresh()
-
-
-def larger_plan(old: Plan, new: Plan) -> Plan:
-    """`new` with capacities that are never smaller than `old`'s, and that fit the larger budget together."""
-    costs, total = new.costs, max(old.total_bytes, new.total_bytes)
-    local_blocks = max(old.local_blocks, new.local_blocks)
-    history = total - (new.sink_blocks + local_blocks) * costs.full
-    full = max(old.full_capacity, min(new.full_capacity, (history - old.quant_capacity * costs.quant) // costs.full))
-    quant = max(old.quant_capacity, min(new.quant_capacity, (history - full * costs.full) // costs.quant))
-    return replace(
-        new,
-        total_bytes=total,
-        local_tokens=old.local_tokens,
-        local_blocks=local_blocks,
-        full_capacity=full,
-        quant_capacity=quant,
-    )
+        for part in self.parts:
+            part.select_rows(rows)
+        if self._plans:
+            self._plans = [self._plans[i] for i in rows]

@@ -523,8 +523,8 @@ class _Run:
 
     def _end(self, why: str) -> EndEvent:
         tally, cache = self.tally, self.cache
-        store = None if not tally.events else cache.state.pool
-        pools = 0 if store is None else store.persistent_bytes - store.lane_padding_bytes
+        padding = cache.lane_padding_bytes if tally.events else 0
+        pools = cache.pool_bytes - padding if tally.events else 0
         length = len(self.ids) + tally.tokens
         full = self.shape.full_kv_bytes(max(1, length))
         steps = max(1, tally.tokens - 1)
@@ -547,7 +547,7 @@ class _Run:
                 "scoring_bytes": cache.scoring_bytes,
                 "kernel_bytes": cache.workspace_bytes,
                 "prefix_bytes": 0 if self.prefixes is None else self.prefixes.nbytes,
-                "lane_padding_bytes": 0 if store is None else store.lane_padding_bytes,
+                "lane_padding_bytes": padding,
             },
             "metrics": _mean_metrics(tally.late),
             "routing": {

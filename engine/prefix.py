@@ -30,26 +30,34 @@ DEFAULT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
+class PartPools:
+    """The layers of one device: their state without its pools, and copies of these, in `dtype`."""
+
+    state: KVState
+    pools: dict[str, Tensor]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """A cache as it stood after a routing event, and the logits of its last token.
 
     `nbytes` counts the copied tensors.
     """
 
-    state: KVState
-    pools: dict[str, Tensor]
+    parts: list[PartPools]
     plans: list[Plan]
     board: Tensor
     aged: int
     events: list[RoutingRecord]
-    dtype: torch.dtype
     stock_layers: list[Any]
     logits: Tensor
 
     @property
     def nbytes(self) -> int:
         records = sum(r.before.nbytes + r.after.nbytes + r.scores.nbytes for r in self.events)
-        return sum(pool.nbytes for pool in self.pools.values()) + self.board.nbytes + self.logits.nbytes + records
+        pools = sum(pool.nbytes for part in self.parts for pool in part.pools.values())
+        return pools + self.board.nbytes + self.logits.nbytes + records
 
 
 def take(cache: QEvictCache, events: list[RoutingRecord], logits: Tensor) -> Snapshot:
@@ -58,39 +66,49 @@ def take(cache: QEvictCache, events: list[RoutingRecord], logits: Tensor) -> Sna
     Raises:
         CacheUseError: a chunk is staged, or queries wait to be scored.
     """
-    state = cache.state
+    return Snapshot(
+        parts=[_copied(state) for state in cache.states],
+        plans=list(cache.lead.pool.plans),
+        board=cache.board.clone(),
+        aged=cache.aged_blocks,
+        events=list(events),
+        stock_layers=[copy.deepcopy(layer) for layer in cache.layers if not isinstance(layer, QEvictLayer)],
+        logits=logits.clone(),
+    )
+
+
+def _copied(state: KVState) -> PartPools:
     if state.staging is not None or (state.ring is not None and state.ring.count):
         raise CacheUseError("a snapshot must be taken right after a routing event.")
     store = state.pool
     pools = {name: tensor.clone() for name, tensor in store.persistent_tensors().items()}
     pools.update(arena_count=store.arena_count.clone(), live_count=store.live_count.clone())
     bare = replace(state, store=None, ring=None, arena_bias=torch.empty(0), pads=list(state.pads))
-    return Snapshot(
-        state=bare,
-        pools=pools,
-        plans=list(store.plans),
-        board=cache.board.clone(),
-        aged=cache.aged_blocks,
-        events=list(events),
-        dtype=store.dtype,
-        stock_layers=[copy.deepcopy(layer) for layer in cache.layers if not isinstance(layer, QEvictLayer)],
-        logits=logits.clone(),
-    )
+    return PartPools(bare, pools, store.dtype)
 
 
 def put(cache: QEvictCache, snapshot: Snapshot) -> None:
-    """Brings a fresh cache of the same model and settings to where the snapshot was taken."""
-    rope = cache.rope
-    rope.ensure(snapshot.state.columns)
-    state = replace(snapshot.state, rope=rope, pads=list(snapshot.state.pads), config=cache.config)
-    store = TierStore(cache.config, state.shape, snapshot.plans, snapshot.dtype, state.device)
-    for name, tensor in snapshot.pools.items():
-        getattr(store, name).copy_(tensor)
-    state.store = store
-    state.refresh()
+    """Brings a fresh cache of the same model and settings to where the snapshot was taken.
+
+    Raises:
+        CacheUseError: the snapshot's layers lie on other devices than the cache's.
+    """
+    lie = [(part.device, part.count) for part in cache.parts]
+    if lie != [(kept.state.device, kept.state.shape.num_layers) for kept in snapshot.parts]:
+        raise CacheUseError("a snapshot can be put back only where every layer lies on the device that it lay on.")
+    states = []
+    for part, kept in zip(cache.parts, snapshot.parts, strict=True):
+        part.rope.ensure(kept.state.columns)
+        state = replace(kept.state, rope=part.rope, pads=list(kept.state.pads), config=cache.config)
+        store = TierStore(cache.config, state.shape, snapshot.plans, kept.dtype, state.device)
+        for name, tensor in kept.pools.items():
+            getattr(store, name).copy_(tensor)
+        state.store = store
+        state.refresh()
+        states.append(state)
     stock = iter(copy.deepcopy(snapshot.stock_layers))
     cache.layers = [layer if isinstance(layer, QEvictLayer) else next(stock) for layer in cache.layers]
-    cache.adopt(state, snapshot.plans, snapshot.board.clone(), snapshot.aged, len(snapshot.events))
+    cache.adopt(states, snapshot.plans, snapshot.board.clone(), snapshot.aged, len(snapshot.events))
 
 
 class PrefixStore:

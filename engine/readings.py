@@ -23,23 +23,22 @@ from engine.trace import (
 
 def _row_zero(cache: QEvictCache, table: Tensor) -> NDArray[np.generic]:
     """Board rows of batch row 0, windows only: [L·G, windows]."""
-    shape = cache.state.shape
+    shape = cache.pool_shape
     part = table.view(shape.num_layers, shape.batch, shape.groups, -1)[:, 0].flatten(0, 1)
-    out: NDArray[np.generic] = part[:, cache.state.grid.sink_blocks :].cpu().numpy()
+    out: NDArray[np.generic] = part[:, cache.lead.grid.sink_blocks :].cpu().numpy()
     return out
 
 
 def memory_reading(cache: QEvictCache) -> MemoryReading:
     """Bytes that hold something now, by kind, all layers of batch row 0."""
-    state, plan = cache.state, cache.plan
-    shape = state.shape
+    shape, plan = cache.pool_shape, cache.plan
     # Decision groups of one layer share its block bytes: a block held by one of G groups costs 1/G of them.
     costs, groups = plan.costs, shape.groups
     board = cache.board.view(shape.num_layers, shape.batch, groups, -1)[:, 0]
     sink = int((board == Tier.SINK).sum())
     full = int((board == Tier.FULL).sum())
     # The host has known these since the event; asking the device again would make it wait.
-    held = state.occupied.reshape(3, shape.num_layers, shape.batch, groups)[:, :, 0].sum((1, 2))
+    held = cache.occupied.reshape(3, shape.num_layers, shape.batch, groups)[:, :, 0].sum((1, 2))
     arena, live, shadow = (int(count) for count in held)
     return MemoryReading(
         sink=sink * costs.full // groups,
@@ -49,7 +48,7 @@ def memory_reading(cache: QEvictCache) -> MemoryReading:
         metadata=live * costs.quant_metadata // groups,
         shadow=shadow * costs.quant // groups,
         budget=plan.total_bytes * shape.num_layers,
-        full_kv=cache.kv_shape.full_kv_bytes(state.columns),
+        full_kv=cache.kv_shape.full_kv_bytes(cache.lead.columns),
     )
 
 

@@ -76,9 +76,9 @@ class ReferenceLayer(CacheLayerMixin):
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.view(heads, tokens, end)
-        logits[:, :, begin:] += self.owner.causal(tokens)
+        logits[:, :, begin:] += self.owner.causal(tokens, logits.device)
         probs = logits.softmax(-1)
-        self.owner.metrics.observe(self.index, begin, probs)
+        self.owner.observe_layer(self.index, begin, probs)
         out = probs.view(kv, heads // kv * tokens, end) @ self.store_value[:, :end].float()
         return out.view(1, heads, tokens, dim).to(query.dtype)
 
@@ -109,14 +109,13 @@ class Reference:
     """
 
     def __init__(self, model: PreTrainedModel, cache: QEvictCache, room: int, horizon: int) -> None:
-        state = cache.state
+        state, shape = cache.lead, cache.pool_shape
         if state.staging is None or state.staging.start != 0:
             raise CacheUseError(
                 "a reference must be made after the prompt's forward and before its first routing event."
             )
         self._decoder: nn.Module = model.base_model
         self._keyword = cache_keyword(self._decoder)
-        shape = state.shape
         self._device = state.device
         self._rows, self._groups, self._batch = shape.num_layers, shape.groups, shape.batch
         self.metrics = FutureMass(
@@ -131,20 +130,26 @@ class Reference:
         layers: list[Any] = []
         for layer in cache.layers:
             if isinstance(layer, QEvictLayer):
-                key, value = state.staging.layer(layer.index)
+                key, value = cache.staged(layer.index)
                 layers.append(ReferenceLayer(self, layer.index, key[:1], value[:1], room))
             else:
                 layers.append(copy.deepcopy(layer))
         self._cache = Cache(layers=layers)
         self.columns = state.columns
         self.seconds = 0.0
-        self._causal: dict[int, Tensor] = {}
+        self._causal: dict[tuple[int, torch.device], Tensor] = {}
 
-    def causal(self, tokens: int) -> Tensor:
+    def causal(self, tokens: int, device: torch.device) -> Tensor:
         """Additive mask [T, T] of one chunk on itself."""
-        if tokens not in self._causal:
-            self._causal[tokens] = torch.full((tokens, tokens), -torch.inf, device=self._device).triu(1)
-        return self._causal[tokens]
+        known = self._causal.get((tokens, device))
+        if known is None:
+            known = torch.full((tokens, tokens), -torch.inf, device=device).triu(1)
+            self._causal[tokens, device] = known
+        return known
+
+    def observe_layer(self, layer: int, begin: int, probs: Tensor) -> None:
+        """Hands the probabilities [H_q, T, K] of one layer to the metrics, which lie on the first layer's device."""
+        self.metrics.observe(layer, begin, probs.to(self._device))
 
     def open(self, record: RoutingRecord) -> None:
         """Starts the future of a routing event; all its columns must have been observed."""

@@ -85,6 +85,8 @@ class RopeTable:
             UnsupportedModelError: longrope crossed into its other regime after keys were stored.
         """
         have = self.cos.shape[0]
+        if length <= have and self.kind != "longrope":
+            return
         now = self._frequencies()
         if self.kind == "longrope" and have and not torch.equal(now, self._used):
             raise UnsupportedModelError(

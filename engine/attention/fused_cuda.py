@@ -286,20 +286,22 @@ class FusedCudaBackend(SdpaBackend):
             raise RuntimeError("prompt scores need staged keys")
         first = staging.start
         skip = min(max(0, pad - start), query.shape[2])
-        return triton_columns.column_masses(
-            query[0, :, skip:],
-            key[0],
-            lse[0, :, skip:],
-            scale=scale,
-            window_size=state.config.window_size,
-            grid_offset=first - state.grid.first_column(staging.first_block),
-            first_query_column=start + skip - first,
-            first_column=max(0, pad - first),
-            groups=state.shape.groups,
-            softcap=softcap or 0.0,
-            weights=None if weights is None else weights[skip:],
-            power=state.ranker.power,
-        )
+        # Triton launches on the current device, which need not be the layer's.
+        with torch.cuda.device_of(query):
+            return triton_columns.column_masses(
+                query[0, :, skip:],
+                key[0],
+                lse[0, :, skip:],
+                scale=scale,
+                window_size=state.config.window_size,
+                grid_offset=first - state.grid.first_column(staging.first_block),
+                first_query_column=start + skip - first,
+                first_column=max(0, pad - first),
+                groups=state.shape.groups,
+                softcap=softcap or 0.0,
+                weights=None if weights is None else weights[skip:],
+                power=state.ranker.power,
+            )
 
 
 def interpreted() -> bool:

@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.baselines.base import Rival, RunPlan
-from engine.budget import KVShape, Plan, make_plan
-from engine.cache import QEvictCache, larger_plan
+from engine.budget import KVShape, Plan, larger_plan, make_plan
+from engine.cache import QEvictCache
 from engine.config import QEvictConfig
 from engine.trace import Tier
 from engine.windows import Grid
@@ -34,37 +34,39 @@ class TieredCache(QEvictCache):
 
     def _allocate(self) -> None:
         if self.late_budget is not None and not self._plans:
-            self.config = self.late_budget(self.kv_shape, self.state.columns)
+            self.config = self.late_budget(self.kv_shape, self.lead.columns)
         super()._allocate()
 
     def _route(self) -> None:
-        if self.running and self.state.store is not None and self.state.staging is None:
-            self._plans = grown(self._plans, self.config, self.kv_shape, self.state.columns, self.state.pads)
-            if self.state.store.plans != self._plans:
-                self.state.store.grow(self._plans)
+        state = self.lead
+        if self.running and state.store is not None and state.staging is None:
+            plans = grown(self._plans, self.config, self.kv_shape, state.columns, state.pads)
+            if plans != self._plans:
+                self._grow(plans)
         super()._route()
 
     def persistent_tensors(self) -> dict[str, Tensor]:
-        """All pools; empty while the prompt is staged."""
-        store = None if self._state is None else self._state.store
-        return {} if store is None else store.persistent_tensors()
+        """All pools; empty while the prompt is staged. Where layers lie on several devices, names tell the first."""
+        held = [(part.first, part.held.store) for part in self.parts if part.held is not None]
+        found = [(first, store.persistent_tensors()) for first, store in held if store is not None]
+        if len(found) == 1:
+            return found[0][1]
+        return {f"{first}.{name}": tensor for first, tensors in found for name, tensor in tensors.items()}
 
     @property
     def persistent_bytes(self) -> int:
         """Pools without the lane padding of the kernel's layout: what the plan charges."""
-        store = None if self._state is None else self._state.store
-        return 0 if store is None else store.persistent_bytes - store.lane_padding_bytes
+        return self.pool_bytes - self.lane_padding_bytes
 
     @property
     def allocated_bytes(self) -> int:
         """Pools, lane padding included."""
-        store = None if self._state is None else self._state.store
-        return 0 if store is None else store.persistent_bytes
+        return self.pool_bytes
 
     def residency(self) -> Tensor:
         """uint8 [layers, H_kv, columns] of batch row 0."""
-        state = self.state
-        shape, columns = state.shape, state.columns
+        state = self.lead
+        shape, columns = self.pool_shape, state.columns
         if state.store is None:
             return torch.full((shape.num_layers, shape.num_kv_heads, columns), int(Tier.FULL), dtype=torch.uint8)
         board = self.board.view(shape.num_layers, shape.batch, shape.groups, -1)[:, 0].cpu()

@@ -66,11 +66,10 @@ def filled_caches(
 
 
 def _copy_staged(cache: QEvictCache, *targets: Cache) -> None:
-    staging = cache.state.staging
-    if staging is None or len(cache.managed_layers) != len(cache.layers):
+    if cache.lead.staging is None or len(cache.managed_layers) != len(cache.layers):
         raise RuntimeError("the decode benchmark needs a model whose layers are all full attention")
     for index in range(len(cache.managed_layers)):
-        key, value = staging.layer(index)
+        key, value = cache.staged(index)
         for target in targets:
             target.update(key.contiguous(), value.contiguous(), index)
 
@@ -113,10 +112,10 @@ def measure_decode(
         routed = (cache.route_seconds - before[name]) / (rounds + 4)
         row["routing_share"][name] = routed / times[name].median
         row.setdefault("resident", {})[name] = {
-            "arena_blocks": cache.state.arena_used,
-            "live_windows": cache.state.live_used,
-            "persistent_bytes": cache.state.pool.persistent_bytes,
-            "full_kv_bytes": cache.kv_shape.full_kv_bytes(cache.state.columns) * batch,
+            "arena_blocks": max(state.arena_used for state in cache.states),
+            "live_windows": max(state.live_used for state in cache.states),
+            "persistent_bytes": cache.pool_bytes,
+            "full_kv_bytes": cache.kv_shape.full_kv_bytes(cache.lead.columns) * batch,
         }
     return row
 

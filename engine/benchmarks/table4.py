@@ -145,7 +145,7 @@ def _one(
     last = now()
     tpot = (last - first) / max(1, new_tokens - 1)
     if isinstance(cache, QEvictCache):
-        persistent = cache.state.pool.persistent_bytes
+        persistent = cache.pool_bytes
         workspace = cache.prefill_peak_bytes + cache.scoring_bytes + cache.workspace_bytes
     else:
         persistent = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)

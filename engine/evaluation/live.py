@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.adapter import cache_keyword
 from engine.attention.ledger import ledger_logits
 from engine.cache import QEvictCache, RoutingRecord
+from engine.cache_part import CachePart
 from engine.generate import PREFILL_CHUNK, prompt_parts
 from engine.metrics.history import TierHistory
 from engine.metrics.qsa import Agreement, agreement
@@ -37,15 +38,15 @@ class LiveRun:
     seconds: float
 
 
-class HeadScores(QEvictCache):
-    """A cache that also sums, for every query head, what each block has received since the prompt."""
+class WatchedPart(CachePart):
+    """Layers that also sum, for every query head, what each block has received since the prompt."""
 
     heads: Tensor | None = None
-    """float32 [L, H_q, blocks], grown as blocks begin."""
+    """float32 [L, H_q, blocks] on the host, grown as blocks begin."""
 
-    def _score_ring(self) -> None:
+    def score_ring(self) -> None:
         self._watch()
-        super()._score_ring()
+        super().score_ring()
 
     def _watch(self) -> None:
         state, ring = self.state, self.state.ring
@@ -66,21 +67,33 @@ class HeadScores(QEvictCache):
                 query,
                 key,
                 lse,
-                scale=self._scale,
-                softcap=self._softcap,
+                scale=self.scale,
+                softcap=self.softcap,
                 visible=(bias >= 0) & seen,
                 weights=None,
                 power=1.0,
             )
-            sums = masses[0].unflatten(-1, (-1, self.config.window_size)).sum(-1)
+            sums = masses[0].unflatten(-1, (-1, state.config.window_size)).sum(-1)
             _add(total[layer], sums, ids)
             if state.live_used:
-                logits, _ = ledger_logits(state, layer, query, scale=self._scale, softcap=self._softcap)
+                logits, _ = ledger_logits(state, layer, query, scale=self.scale, softcap=self.softcap)
                 normal = lse.reshape(shape.rows_per_layer, shape.heads, 1, -1, 1, 1)
                 mass = (logits - normal).exp().unflatten(3, (state.group_heads, count)).sum((4, 5))
                 sums = mass.permute(0, 1, 3, 2, 4).flatten(3).reshape(state.num_heads, -1)
                 _add(total[layer], sums, store.ledger_ids[part, : sums.shape[1]])
         self.heads = total
+
+
+class HeadScores(QEvictCache):
+    """A cache that knows what every query head gave each block."""
+
+    part_class = WatchedPart
+
+    @property
+    def heads(self) -> Tensor | None:
+        """float32 [L, H_q, blocks] since the prompt; None before a query was scored."""
+        found = [part.heads for part in self.parts if isinstance(part, WatchedPart) and part.heads is not None]
+        return torch.cat(found) if found else None
 
 
 def _add(total: Tensor, sums: Tensor, ids: Tensor) -> None:
@@ -118,7 +131,7 @@ def run_live(
 
     def routed(record: RoutingRecord) -> None:
         records.append(record)
-        scores.append(None if cache.heads is None else cache.heads.clone())
+        scores.append(cache.heads)
 
     cache.on_route = routed
     decoder = loaded.model.base_model

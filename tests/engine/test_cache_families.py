@@ -127,7 +127,7 @@ def test_stretched_rope_survives_eviction(rope: str) -> None:
     assert not bool((cache.board == 4).any()) and bool((cache.board == 3).any())
     kl = (stock.exp() * (stock - got)).sum(-1).mean()
     scrambled = QEvictCache(model, config)
-    scrambled._rope.undo = lambda key, positions: key.float()  # type: ignore[method-assign]
+    scrambled.parts[0].rope.undo = lambda key, positions: key.float()  # type: ignore[method-assign]
     wrong = step_logits(model, whole, 80, scrambled).log_softmax(-1)
     assert float(kl) < 0.1 * float((stock.exp() * (stock - wrong)).sum(-1).mean())
 
@@ -176,7 +176,7 @@ def test_positions_are_right_after_many_evictions() -> None:
             for inside, column in enumerate(cache.state.pool.columns(torch.tensor(block)).tolist()):
                 if pad <= column < 159:
                     at = torch.tensor([column - pad])
-                    wanted = cache._rope.apply(plain[row, :, column].clone(), at.expand(shape.heads))
+                    wanted = cache.parts[0].rope.apply(plain[row, :, column].clone(), at.expand(shape.heads))
                     torch.testing.assert_close(cache.state.pool.arena_key[row, :, slot, inside], wanted,
                                                atol=1e-5, rtol=1e-4)  # fmt: skip
                     checked += 1
@@ -520,8 +520,8 @@ def test_a_forward_that_broke_off_is_noticed_and_reset_mends_it() -> None:
         torch.testing.assert_close(step_logits(model, whole, 90, cache), wanted, atol=0, rtol=0)
 
 
-def test_a_model_on_several_devices_is_refused() -> None:
+def test_a_model_with_offloaded_layers_is_refused() -> None:
     model = tiny_model()
     model.model.layers[1].to("meta")
-    with pytest.raises(UnsupportedModelError, match="one device, this model is spread over cpu, meta"):
+    with pytest.raises(UnsupportedModelError, match=r"these are offloaded .*: 1\."):
         QEvictCache(model, WHOLE)

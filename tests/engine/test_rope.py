@@ -68,7 +68,7 @@ def test_partial_rotation_is_known() -> None:
     half = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     model = tiny_model("phi3", rope_parameters=half)
     cache = QEvictCache(model)
-    assert cache._rope.half == 4
+    assert cache.parts[0].rope.half == 4
 
 
 def test_an_unknown_rope_type_is_refused_by_name() -> None:

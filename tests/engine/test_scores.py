@@ -26,7 +26,7 @@ def pair(seed: int, steps: list[int], drive_args: dict[str, Any] | None = None, 
     for backend in ("eager", "sdpa"):
         config = QEvictConfig(**{**BASE, **changes, "backend": backend})
         made.append(Drive(config, seed=seed, **(drive_args or {})).run(steps))
-    assert made[0].cache._backend.scores_in_step and not made[1].cache._backend.scores_in_step
+    assert made[0].cache.parts[0].backend.scores_in_step and not made[1].cache.parts[0].backend.scores_in_step
     return made[0], made[1]
 
 
@@ -165,7 +165,7 @@ def test_scoring_workspace_is_reported() -> None:
 def test_key_norm_needs_no_attention_and_no_ring() -> None:
     drive = Drive(QEvictConfig(**BASE, backend="sdpa", ranker="key_norm"), seed=1).run([30, *[1] * 9])
     assert drive.cache.scoring_bytes == 0
-    assert not drive.cache._backend.scores_in_step
+    assert not drive.cache.parts[0].backend.scores_in_step
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.budget import KVShape, make_plan
-from engine.cache import larger_plan
+from engine.budget import KVShape, larger_plan, make_plan
 from engine.config import QEvictConfig
 from engine.errors import CacheUseError
 from engine.quant import LANES, dequantize

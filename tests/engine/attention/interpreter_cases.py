@@ -225,7 +225,7 @@ def driven(
     **shape: Any,
 ) -> Drive:
     drive = Drive(config, **shape)
-    drive.cache._backend = EagerBackend() if make is None else make(Ranker(config))
+    drive.cache.parts[0].backend = EagerBackend() if make is None else make(Ranker(config))
     return drive.run(steps)
 
 
