@@ -152,7 +152,7 @@ def sharper(error: BudgetError, request: CompareRequest, loaded: Any) -> BudgetE
     from engine.baselines.recorder import Reference
     from engine.baselines.rival_cache import RivalCache
     from engine.budget import KVShape
-    from engine.generate import prompt_ids
+    from engine.prompt import prompt_ids
 
     options = request.options()
     prompt = len(prompt_ids(loaded, request.prompt, options.chat))

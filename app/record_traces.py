@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from app.documents import get_document
 from app.settings import ASSETS
 from engine.config import QEvictConfig
-from engine.generate import RunOptions, _Run
 from engine.models import LoadedModel, load_model
+from engine.run import Run
+from engine.run_options import RunOptions
 from engine.trace import (
     LateMetrics,
     Progress,
@@ -72,25 +72,14 @@ RECORDINGS = (
 """Every bundled run; the embedded model, float16 keys and values."""
 
 
-class _Led(_Run):
-    """A run that is fed given tokens instead of its own choice."""
-
-    tokens: Sequence[int] = ()
-
-    def _sample(self, logits: Tensor) -> int:
-        return self.tokens[self.tally.tokens]
-
-
 def run_events(
     loaded: LoadedModel, recording: Recording, tokens: Sequence[int] = (), row: int | None = None
 ) -> list[TraceEvent]:
     """The events of one run. `tokens` are fed if there are any; scores are of board row `row`, or of each in turn."""
     config: QEvictConfig = load_preset(recording.preset).config
-    kind = _Led if tokens else _Run
     prompt = get_document(recording.document).text
-    run = kind(loaded, prompt, config, recording.options, "recorded", "qevict", "", None)
-    if isinstance(run, _Led):
-        run.tokens = tokens
+    run = Run(loaded, prompt, config, recording.options, "recorded", "qevict", "", None)
+    run.given = tokens
     watched = None if row is None else (lambda: row)
     return list(run.events(watched, None))
 

@@ -15,7 +15,7 @@ from engine.config import QEvictConfig
 from engine.errors import ConfigError, ModelNotFoundError, PromptError
 
 if TYPE_CHECKING:
-    from engine.generate import RunOptions
+    from engine.run_options import RunOptions
     from engine.trace import TraceEvent
 
 OPTIONS: dict[str, tuple[type, ...]] = {

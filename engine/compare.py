@@ -41,9 +41,9 @@ from engine.comparison import (
     same_sets,
 )
 from engine.errors import ConfigError, OutOfMemoryError, PromptError
-from engine.generate import PREFILL_CHUNK, eos_ids, prompt_ids, prompt_parts
 from engine.models import LoadedModel
 from engine.pieces import PieceDecoder, pieces_of
+from engine.prompt import PREFILL_CHUNK, eos_ids, prompt_ids, prompt_parts
 from engine.tally import Tally
 from engine.trace import Progress, Tier
 

@@ -28,10 +28,12 @@ from engine.adapter import TAG, LogicalLength, cache_keyword
 from engine.cache_layer import QEvictLayer
 from engine.config import QEvictConfig
 from engine.errors import OutOfMemoryError
-from engine.generate import WAITING, RunOptions, _numbered, _Run
+from engine.generate import numbered
 from engine.models import LoadedModel
 from engine.prefix import PrefixStore
 from engine.rope import find_rotary
+from engine.run import WAITING, Run
+from engine.run_options import RunOptions
 from engine.trace import Progress, TraceEvent
 
 
@@ -69,7 +71,7 @@ def make_row(
     Raises:
         PromptError, BudgetError, BackendError, UnsupportedModelError: before any work.
     """
-    return _Run(loaded, prompt, config or QEvictConfig(), options or RunOptions(), session, policy, document, prefixes)
+    return Run(loaded, prompt, config or QEvictConfig(), options or RunOptions(), session, policy, document, prefixes)
 
 
 @dataclass(slots=True)
@@ -162,7 +164,7 @@ class Batch:
             if event is WAITING:
                 entry.reading = False
                 return
-            yield entry.key, _numbered(event, entry.seq)
+            yield entry.key, numbered(event, entry.seq)
             entry.seq += 1
             if isinstance(event, Progress) and event.stage == "prefill" and event.done < event.total:
                 return

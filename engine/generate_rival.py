@@ -28,19 +28,13 @@ from engine.baselines.matching import BudgetSpec
 from engine.budget import KVShape
 from engine.comparison import frame
 from engine.config import QEvictConfig
-from engine.generate import (
-    PREFILL_CHUNK,
-    VERSION,
-    WORKSPACE,
-    RunOptions,
-    _Run,
-    alone,
-    model_shape,
-    prompt_ids,
-    prompt_parts,
-)
+from engine.generate import alone
+from engine.model_shape import model_shape
 from engine.models import LoadedModel
 from engine.pieces import pieces_of
+from engine.prompt import PREFILL_CHUNK, prompt_ids, prompt_parts
+from engine.run import WORKSPACE, Run
+from engine.run_options import RunOptions
 from engine.trace import (
     EndEvent,
     Keyframe,
@@ -53,6 +47,7 @@ from engine.trace import (
     num_windows,
     pack_migrations,
 )
+from engine.version import VERSION
 
 BACKEND = "torch"
 """A rival attends by PyTorch's own operations, whatever QEvict's kernels could do here."""
@@ -88,7 +83,7 @@ def generate_rival(
     yield from alone(run, watched_row, should_stop)
 
 
-class RivalRun(_Run):
+class RivalRun(Run):
     """One run of a rival: settled at construction, so that mistakes show before any work. Fits into a batch."""
 
     def __init__(
@@ -189,7 +184,7 @@ class RivalRun(_Run):
         known = np.full_like(after, int(Tier.LOCAL))
         known[:, : before.shape[1]] = before
         event = self._moves(known, after, columns, self.memory)
-        self._count(event)
+        self.tally.count(event)
         first = self.tally.events == 0
         self.tally.events += 1
         if first:
@@ -287,7 +282,7 @@ class RivalRun(_Run):
             full_kv_bytes=self.shape.full_kv_bytes(planned),
             pieces=pieces_of(self.loaded.tokenizer, self.ids),
             notices=self.notices,
-            settings=self._settings(),
+            settings=self.settings(),
             versions={
                 "qevict": VERSION,
                 "torch": torch.__version__,
@@ -296,8 +291,8 @@ class RivalRun(_Run):
             },
         )
 
-    def _settings(self) -> dict[str, Any]:
-        settings = super()._settings()
+    def settings(self) -> dict[str, Any]:
+        settings = super().settings()
         for name in ("quant_share", "bits", "promotion", "ranker", "local_tokens", "local_share", "backend"):
             settings.pop(name, None)
         return settings | {"system": self.system, "kv_budget": self.budget_share}
@@ -312,7 +307,7 @@ class RivalRun(_Run):
         summary = {
             "text": "".join(tally.text),
             "num_tokens": tally.tokens,
-            "settings": self._settings(),
+            "settings": self.settings(),
             "backend": BACKEND,
             "kv": {
                 "system": self.system,

@@ -62,7 +62,7 @@ def test_the_makefile_pins_torch_and_the_range_as_the_project_does(project: dict
 
 
 def test_versions_agree(project: dict[str, Any]) -> None:
-    from engine.generate import VERSION
+    from engine.version import VERSION
 
     version = project["project"]["version"]
     assert version == VERSION

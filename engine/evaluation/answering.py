@@ -19,8 +19,8 @@ from engine.errors import BackendError, BudgetError, ConfigError, EngineError, P
 from engine.evaluation import scorers
 from engine.evaluation.forcing import FULL, System, _forward, budget_of, configuration
 from engine.evaluation.sample import Sample
-from engine.generate import PREFILL_CHUNK, eos_ids, prompt_parts
 from engine.models import LoadedModel
+from engine.prompt import PREFILL_CHUNK, eos_ids, prompt_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ from engine.evaluation.items import Item
 from engine.evaluation.promotion import promotion_experiment
 from engine.evaluation.recording import record
 from engine.evaluation.sample import Sample
-from engine.generate import VERSION
 from engine.models import LoadedModel
 from engine.policies import simulate, standard_policies
+from engine.version import VERSION
 
 MOST_CACHES = 10
 """Systems that hold one prompt at the same time: each stages it in full precision."""

@@ -25,8 +25,8 @@ from engine.budget import KVShape
 from engine.comparison import relative_error
 from engine.errors import BackendError, BudgetError, ConfigError, EngineError, PromptError
 from engine.evaluation.items import MAIN, Item, Span
-from engine.generate import PREFILL_CHUNK, prompt_parts
 from engine.models import LoadedModel
+from engine.prompt import PREFILL_CHUNK, prompt_parts
 
 FULL = "fullkv"
 

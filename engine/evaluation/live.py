@@ -19,11 +19,11 @@ from engine.adapter import cache_keyword
 from engine.attention.ledger import ledger_logits
 from engine.cache import QEvictCache, RoutingRecord
 from engine.cache_part import CachePart
-from engine.generate import PREFILL_CHUNK, prompt_parts
 from engine.metrics.history import TierHistory
 from engine.metrics.qsa import Agreement, agreement
 from engine.models import LoadedModel
 from engine.policies import HORIZON, FullTrace, Policy, PolicyRun, by_blocks, horizon_masses
+from engine.prompt import PREFILL_CHUNK, prompt_parts
 from engine.scores import key_masses
 from engine.trace import Tier
 from engine.windows import Grid

@@ -18,7 +18,7 @@ from engine.adapter import TAG, LogicalLength, cache_keyword, enable
 from engine.budget import KVShape
 from engine.config import QEvictConfig
 from engine.errors import ConfigError, PromptError
-from engine.generate import model_shape
+from engine.model_shape import model_shape
 from engine.models import LoadedModel
 from engine.policies import FullTrace
 

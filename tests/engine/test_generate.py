@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-import engine.generate as loop
 from engine.config import QEvictConfig
 from engine.errors import BudgetError, ConfigError, OutOfMemoryError, PromptError
 from engine.generate import RunOptions, generate, prompt_ids
 from engine.models import LoadedModel
+from engine.run import Run
 from engine.trace import (
     Board,
     EndEvent,
@@ -305,7 +305,7 @@ def test_running_out_of_memory_has_a_name(
     def fail(*_: Any) -> None:
         raise error("no room")
 
-    monkeypatch.setattr(loop._Run, "_forward", fail)
+    monkeypatch.setattr(Run, "_forward", fail)
     with pytest.raises(OutOfMemoryError, match="shorter prompt"):
         list(generate(loaded, PROMPT, CONFIG, LONG))
     monkeypatch.undo()

@@ -12,7 +12,7 @@ from engine.compare import CompareOptions, compare
 from engine.errors import ConfigError, PromptError
 from engine.evaluation.forcing import System, measure, score
 from engine.evaluation.items import MAIN, Item, Span
-from engine.generate import prompt_ids
+from engine.prompt import prompt_ids
 from tests.tiny import tiny_loaded
 
 torch.set_num_threads(1)
