@@ -4,6 +4,7 @@
 #   make test        set everything up and run the whole suite
 #   make check       formatting, lint, types, import rules
 #   make test-range  the engine's tests with the oldest and the newest transformers that are allowed
+#   make test-extras the tests that need optional packages: sweeps on Ray, transformers' own quantized cache
 #   make bench       what a token costs against the full cache (ARGS="attention --json" measures another part)
 #   make clean       remove what these made; sessions and the model cache stay
 #
@@ -16,6 +17,7 @@ TORCH_INDEX ?=
 OLDEST = 5.0.0
 NEWEST = 5.24.0
 NEED_KB = 3000000
+EXTRAS = "ray>=2.40" "optimum-quanto>=0.2.6"
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
@@ -28,7 +30,7 @@ DEV = $(VENV)/.qevict-dev
 SOURCES = pyproject.toml constraints.txt $(wildcard setup.py engine/attention/kernels/*.c engine/attention/kernels/*.h)
 
 .NOTPARALLEL:
-.PHONY: help demo setup test check test-range bench clean port
+.PHONY: help demo setup test check test-range test-extras bench clean port
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' Makefile
@@ -112,6 +114,20 @@ test-range: $(DEV) $(MODEL)
 		"$$place/bin/python" -c 'import sys, transformers; sys.exit(transformers.__version__ != sys.argv[1])' "$$release" || exit 1; \
 		"$$place/bin/python" -m pytest tests/engine -p no:cacheprovider $(ARGS) || exit 1; \
 	done
+
+# Like the range environments: the optional packages and their needs lie here, all else is read from $(VENV).
+test-extras: $(DEV) $(MODEL)
+	@place="$(VENV)/extras"; \
+	if [ ! -f "$$place/.done" ]; then \
+		echo "Making an environment with Ray and optimum-quanto"; \
+		$(BIN)/python -m venv "$$place" && \
+		$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
+			> "`"$$place/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'`/zz-qevict.pth" && \
+		"$$place/bin/python" -m pip --disable-pip-version-check install -c constraints.txt $(EXTRAS) || exit 1; \
+		touch "$$place/.done"; \
+	fi; \
+	"$$place/bin/python" -m pytest tests/engine/evaluation/test_cluster.py tests/engine/baselines/test_hf_quantized.py \
+		-p no:cacheprovider $(ARGS)
 
 bench: $(MODEL)
 	@$(BIN)/qevict bench $(if $(ARGS),$(ARGS),attention)
