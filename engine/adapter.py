@@ -27,7 +27,7 @@ class LogicalLength(int):
     """A key length that says: this mask serves a cache of ours."""
 
 
-class TaggedLayer(Protocol):
+class Attends(Protocol):
     """A cache layer that attends by itself."""
 
     def attend(
@@ -61,7 +61,7 @@ def qevict_attention(
         [B, T, H_q, d] and no weights.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer: TaggedLayer | None = getattr(key, TAG, None)
+    layer: Attends | None = getattr(key, TAG, None)
     if layer is None:
         return stock_attention(module, query, key, value, attention_mask, scale, dropout, softcap, **kwargs)
     if dropout:

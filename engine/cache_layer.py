@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import DynamicLayer
 
-from engine.adapter import TAG, LogicalLength
 from engine.errors import CacheUseError, UnsupportedModelError
+from engine.tagged_layer import TaggedLayer
 
 
 class LayerOwner(Protocol):
@@ -41,23 +41,14 @@ class LayerOwner(Protocol):
     def select_rows(self, index: Tensor) -> None: ...
 
 
-class QEvictLayer(CacheLayerMixin):
+class QEvictLayer(TaggedLayer):
     """One managed layer: tags keys for our attention function and counts logical columns."""
 
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-
     def __init__(self, owner: LayerOwner, index: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.owner = owner
         self.index = index
-        self.seen = 0
         self.pending = False
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare: pools are allocated when the prompt's length is known."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Tags the new keys; the attention function stores and attends."""
@@ -68,9 +59,7 @@ class QEvictLayer(CacheLayerMixin):
                 "Build the cache from the model that runs, and keep its attention implementation."
             )
         self.pending = True
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, TAG, self)
-        return tagged, value_states
+        return super().update(key_states, value_states)
 
     def attend(
         self,
@@ -87,21 +76,6 @@ class QEvictLayer(CacheLayerMixin):
         """Called by the adapter right after `update`."""
         self.pending = False
         return self.owner.attend(self.index, query, key, value, mask, scale, softcap, position_ids)
-
-    def get_seq_length(self, *args: Any) -> int:
-        """Logical columns seen, evicted ones included."""
-        return self.seen
-
-    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
-        """(logical key length, 0); `query` is a length, or cache positions in older releases."""
-        length = query if isinstance(query, int) else int(query.shape[0])
-        return LogicalLength(self.seen + length), 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def crop(self, max_length: int) -> None:
         """Refuses to go back: evicted tokens can't return."""

@@ -22,9 +22,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from engine.adapter import TAG, LogicalLength, cache_keyword
+from engine.adapter import cache_keyword
 from engine.cache_layer import QEvictLayer
 from engine.config import QEvictConfig
 from engine.errors import OutOfMemoryError
@@ -34,6 +34,7 @@ from engine.prefix import PrefixStore
 from engine.rope import find_rotary
 from engine.run import WAITING, Run
 from engine.run_options import RunOptions
+from engine.tagged_layer import TaggedLayer
 from engine.trace import Progress, TraceEvent
 
 
@@ -220,20 +221,13 @@ class Batch:
             row.fed_with(logits[number], seconds, len(rows))
 
 
-class RowLayer(CacheLayerMixin):
+class RowLayer(TaggedLayer):
     """One model layer of several caches, one for each batch row."""
 
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-
     def __init__(self, layers: Sequence[Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._layers = list(layers)
         self._tagged: list[tuple[Tensor, Tensor]] = []
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands each cache its row."""
@@ -241,9 +235,7 @@ class RowLayer(CacheLayerMixin):
             layer.update(key_states[number : number + 1], value_states[number : number + 1], *args, **kwargs)
             for number, layer in enumerate(self._layers)
         ]
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, TAG, self)
-        return tagged, value_states
+        return self.tag(key_states), value_states
 
     def attend(
         self,
@@ -277,14 +269,3 @@ class RowLayer(CacheLayerMixin):
     def get_seq_length(self, *args: Any) -> int:
         """The longest row's."""
         return max(int(layer.get_seq_length()) for layer in self._layers)
-
-    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
-        """No mask is made: every layer here is ours."""
-        length = query if isinstance(query, int) else int(query.shape[0])
-        return LogicalLength(self.get_seq_length() + length), 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length

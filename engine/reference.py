@@ -15,39 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
-from engine.adapter import TAG, LogicalLength, cache_keyword
+from engine.adapter import cache_keyword
+from engine.attention.causal import causal_probabilities, weighted_values
 from engine.cache import QEvictCache, QEvictLayer, RoutingRecord
 from engine.errors import CacheUseError
 from engine.metrics.fmm import FutureMass
+from engine.tagged_layer import TaggedLayer
 from engine.trace import LateMetrics
 
 
-class ReferenceLayer(CacheLayerMixin):
+class ReferenceLayer(TaggedLayer):
     """Full keys and values of one managed layer, and what its attention is reduced to."""
 
-    is_sliding = False
-    is_compileable = False
-    is_croppable = False
-    supports_early_init = False
-
     def __init__(self, owner: Reference, index: int, key: Tensor, value: Tensor, room: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.owner, self.index = owner, index
         kv, self.seen, dim = key.shape[1], key.shape[2], key.shape[3]
         self.store_key = torch.empty(kv, self.seen + room, dim, dtype=key.dtype, device=key.device)
         self.store_value = torch.empty_like(self.store_key)
         self.store_key[:, : self.seen], self.store_value[:, : self.seen] = key[0], value[0]
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tags the new keys for our attention function."""
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, TAG, self)
-        return tagged, value_states
 
     def attend(
         self,
@@ -62,37 +50,17 @@ class ReferenceLayer(CacheLayerMixin):
         position_ids: Tensor | None,
     ) -> Tensor:
         """Plain causal attention over everything, with its probabilities handed to the metrics."""
-        heads, tokens, dim = query.shape[1:]
+        tokens = query.shape[2]
         begin, end = self.seen, self.seen + tokens
         if end > self.store_key.shape[1]:
-            more = self.store_key.new_empty(self.store_key.shape[0], max(tokens, 256), dim)
+            more = self.store_key.new_empty(self.store_key.shape[0], max(tokens, 256), self.store_key.shape[2])
             self.store_key = torch.cat([self.store_key, more], 1)
             self.store_value = torch.cat([self.store_value, more.clone()], 1)
         self.store_key[:, begin:end], self.store_value[:, begin:end] = key[0], value[0]
         self.seen = end
-        kv = self.store_key.shape[0]
-        grouped = query[0].reshape(kv, heads // kv * tokens, dim).float()
-        logits = (grouped @ self.store_key[:, :end].float().transpose(-1, -2)) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.view(heads, tokens, end)
-        logits[:, :, begin:] += self.owner.causal(tokens, logits.device)
-        probs = logits.softmax(-1)
+        probs = causal_probabilities(query, self.store_key[:, :end], scale, softcap)
         self.owner.observe_layer(self.index, begin, probs)
-        out = probs.view(kv, heads // kv * tokens, end) @ self.store_value[:, :end].float()
-        return out.view(1, heads, tokens, dim).to(query.dtype)
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
-        length = query if isinstance(query, int) else int(query.shape[0])
-        return LogicalLength(self.seen + length), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
+        return weighted_values(probs, self.store_value[:, :end]).to(query.dtype)
 
 
 class Reference:
@@ -137,15 +105,6 @@ class Reference:
         self._cache = Cache(layers=layers)
         self.columns = state.columns
         self.seconds = 0.0
-        self._causal: dict[tuple[int, torch.device], Tensor] = {}
-
-    def causal(self, tokens: int, device: torch.device) -> Tensor:
-        """Additive mask [T, T] of one chunk on itself."""
-        known = self._causal.get((tokens, device))
-        if known is None:
-            known = torch.full((tokens, tokens), -torch.inf, device=device).triu(1)
-            self._causal[tokens, device] = known
-        return known
 
     def observe_layer(self, layer: int, begin: int, probs: Tensor) -> None:
         """Hands the probabilities [H_q, T, K] of one layer to the metrics, which lie on the first layer's device."""

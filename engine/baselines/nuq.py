@@ -16,11 +16,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from engine.adapter import TAG, LogicalLength, cache_keyword, enable
+from engine.adapter import cache_keyword, enable
 from engine.errors import ConfigError
 from engine.rope import RopeTable, find_rotary
+from engine.tagged_layer import TaggedLayer
 
 TEXT = Path(__file__).with_name("calibration.txt")
 ROUNDS = 50
@@ -141,21 +142,14 @@ def _lut(points: Tensor, weights: Tensor | None, count: int, qnorm: bool) -> Ten
     return lut.to(torch.float16)
 
 
-class _Probe(CacheLayerMixin):
+class _Probe(TaggedLayer):
     """Collects a layer's keys and values and attends plainly, so that gradients flow."""
 
-    is_sliding = False
-    is_compileable = False
-    supports_early_init = False
-
     def __init__(self, fisher: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.fisher, self.seen = fisher, 0
+        super().__init__()
+        self.fisher = fisher
         self.key: Tensor = torch.empty(0)
         self.value: Tensor = torch.empty(0)
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.key, self.value = key_states, value_states
@@ -165,9 +159,7 @@ class _Probe(CacheLayerMixin):
                 states if states.requires_grad else states.detach().requires_grad_()
                 for states in (key_states, value_states)
             )
-        tagged = self.key.view_as(self.key)
-        setattr(tagged, TAG, self)
-        return tagged, self.value
+        return self.tag(self.key), self.value
 
     def attend(
         self,
@@ -189,17 +181,6 @@ class _Probe(CacheLayerMixin):
         later = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1)
         probs = logits.float().masked_fill(later, -torch.inf).softmax(-1).to(value.dtype)
         return (probs @ value.unsqueeze(2)).reshape(batch, heads, tokens, dim)
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
-        return LogicalLength(query if isinstance(query, int) else int(query.shape[0])), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 _SAMPLES: WeakKeyDictionary[nn.Module, dict[tuple[int, bool], Samples]] = WeakKeyDictionary()

@@ -12,15 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
-from engine.adapter import TAG, LogicalLength, cache_keyword, enable
+from engine.adapter import cache_keyword, enable
+from engine.attention.causal import causal_probabilities, weighted_values
 from engine.budget import KVShape
 from engine.config import QEvictConfig
 from engine.errors import ConfigError, PromptError
 from engine.model_shape import model_shape
 from engine.models import LoadedModel
 from engine.policies import FullTrace
+from engine.tagged_layer import TaggedLayer
 
 CHUNK = 256
 """Queries per forward."""
@@ -28,26 +30,13 @@ MOST_BYTES = 4 * 2**30
 """Largest table of step masses that is recorded."""
 
 
-class _RecordedLayer(CacheLayerMixin):
+class _RecordedLayer(TaggedLayer):
     """Keys and values of one layer; its attention writes into the tables of the recording."""
 
-    is_sliding = False
-    is_compileable = False
-
     def __init__(self, prompt_tokens: int, prompt_mass: Tensor, step_mass: Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.prompt_tokens, self.prompt_mass, self.step_mass = prompt_tokens, prompt_mass, step_mass
-        self.seen = 0
         self.store: list[Tensor] = []
-
-    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to prepare."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Tags the new keys for our attention function."""
-        tagged = key_states.view_as(key_states)
-        setattr(tagged, TAG, self)
-        return tagged, value_states
 
     def attend(
         self,
@@ -62,7 +51,7 @@ class _RecordedLayer(CacheLayerMixin):
         position_ids: Tensor | None,
     ) -> Tensor:
         """Plain causal attention over everything seen."""
-        heads, tokens, dim = query.shape[1:]
+        tokens = query.shape[2]
         begin, end = self.seen, self.seen + tokens
         self.store = (
             [torch.cat([old, new[0]], 1) for old, new in zip(self.store, (key, value), strict=True)]
@@ -70,35 +59,14 @@ class _RecordedLayer(CacheLayerMixin):
             else [key[0], value[0]]
         )
         self.seen = end
-        kv = self.store[0].shape[0]
-        grouped = query[0].reshape(kv, heads // kv * tokens, dim).float()
-        logits = grouped @ self.store[0].float().transpose(-1, -2) * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        logits = logits.view(heads, tokens, end)
-        above = torch.ones(tokens, tokens, dtype=torch.bool, device=logits.device).triu(1)
-        logits[:, :, begin:].masked_fill_(above, -torch.inf)
-        probs = logits.softmax(-1)
+        probs = causal_probabilities(query, self.store[0], scale, softcap)
         inside = max(0, min(end, self.prompt_tokens) - begin)
         if inside:
             self.prompt_mass[:, : min(end, self.prompt_tokens)] += probs[:, :inside, : self.prompt_tokens].sum(1).cpu()
         if inside < tokens:
             first = begin + inside - self.prompt_tokens
             self.step_mass[first : first + tokens - inside, :, :end] = probs[:, inside:].transpose(0, 1).cpu()
-        out = probs.view(kv, heads // kv * tokens, end) @ self.store[1].float()
-        return out.view(1, heads, tokens, dim).to(query.dtype)
-
-    def get_seq_length(self, *args: Any) -> int:
-        return self.seen
-
-    def get_mask_sizes(self, query: Any, *args: Any) -> tuple[int, int]:
-        length = query if isinstance(query, int) else int(query.shape[0])
-        return LogicalLength(self.seen + length), 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
+        return weighted_values(probs, self.store[1]).to(query.dtype)
 
 
 @torch.inference_mode()
