@@ -34,6 +34,19 @@ TABLES = {
 }
 """The article's tables and the texts that name them."""
 
+VERDICTS = {
+    "holds": "verdict_holds",
+    "CONTRADICTED": "verdict_contradicted",
+    "not settled": "verdict_not_settled",
+    "too few items": "verdict_few",
+    "not measured": "verdict_not_measured",
+    "article's choice": "verdict_chosen",
+    "better than the article's choice": "verdict_better",
+    "worse than the article's choice": "verdict_worse",
+    "no difference settled": "verdict_no_difference",
+}
+"""What evaluations say of a difference, and the texts that say it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Say:
@@ -44,6 +57,10 @@ class Say:
     def __call__(self, key: str, **values: object) -> str:
         """A text of the tab's own area."""
         return text(self.lang, f"analysis.{key}", **values)
+
+    def verdict(self, words: str) -> str:
+        """An evaluation's verdict in this language; one of a later release keeps its own words."""
+        return self(VERDICTS[words]) if words in VERDICTS else words
 
     def figure(self, module: str) -> Words:
         """The words of one module of `visuals.figures`, by its own keys."""
@@ -114,7 +131,9 @@ def spread(
         line: list[str | float | int | None] = []
         for key in columns:
             value = row.get(key)
-            if key not in wide:
+            if key == "verdict" and isinstance(value, str):
+                line.append(say.verdict(value))
+            elif key not in wide:
                 line.append(_cell(value, say))
             else:
                 parts = value if isinstance(value, Mapping) else {}

@@ -12,6 +12,7 @@ from typing import Any
 
 from app.analysis_card import Card, Say, counted
 from app.analysis_results import Results
+from app.compare_lines import system_label
 from visuals.figures.intervals import interval_figure
 from visuals.figures.pareto import ablation_figure, pareto_figure
 from visuals.figures.policies import shares_figure
@@ -50,7 +51,7 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
     cards: list[Card] = []
     for (task, length, question, file), rows in groups.items():
         done = [row for row in rows if row["n"] and row.get("note", "") == ""]
-        if len({row["system"] for row in done}) < 2:
+        if len({row["system"] for row in done}) < 2 or _ablated(done):
             continue  # an ablation of one system, or a task that this model can't do
         part = f"{file}-{task}-{length}-{question}"
         if task == "book":
@@ -64,12 +65,19 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
     return cards
 
 
+def _ablated(rows: Sequence[Row]) -> bool:
+    """Whether all but FullKV is one system under other settings at one budget: a curve of them would say nothing."""
+    others = [(row["system"], row["kv_budget"]) for row in rows if row["system"] != "fullkv"]
+    return len({system for system, _ in others}) == 1 and len(set(others)) < len(others)
+
+
 def _points(name: str, figure: str, rows: Sequence[Row], part: str, values: Row, say: Say) -> Card:
     done = [row for row in rows if row["n"] and row.get(figure) is not None]
     points = [
         {
-            "label": escape(str(row["label"])),
+            "label": escape(system_label(str(row["label"]), say.lang)),
             "system": escape(str(row["system"])),
+            "name": escape(system_label(str(row["system"]), say.lang)),
             "share": float(row["share"]),
             "value": float(row[figure]["mean"]),
             "low": row[figure]["low"],
@@ -114,7 +122,7 @@ def _differences(name: str, rows: Sequence[Row], key: str, say: Say) -> list[Car
             continue
         points = [
             {
-                "label": f"{row[key]}{_at(row)}",
+                "label": f"{system_label(str(row[key]), say.lang)}{_at(row)}",
                 "value": row[figure]["mean"],
                 "low": row[figure]["low"],
                 "high": row[figure]["high"],

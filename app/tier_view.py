@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from app.html_board import HtmlBoard, static_address, words_of
 from visuals.replay import ASSETS, STYLES, page_script
 
-LATER = ("js/tier_sheet.js", "js/tier_notes.js", "js/tier_follow.js")
-"""The sheet of keys, notes, and following a presenter: nothing that the first paint needs."""
+LATER = ("js/tier_sheet.js", "js/tier_tip.js", "js/tier_notes.js", "js/tier_follow.js")
+"""The sheet of keys, the story of a window, notes, and following a presenter: nothing that the first paint needs."""
 IDLE: dict[str, Any] = {"mode": "idle", "sid": "", "base": "qe"}
 
 _ON_LOAD = """
@@ -44,6 +44,7 @@ const start = async () => {
   const projector = document.body.classList.contains("qe-projector");
   const view = new window.QEvictView(host, { texts: words(), scale, projector, later });
   boards.set(name, view);
+  host.addEventListener("pointerenter", () => later().catch(() => {}), { once: true });
   new MutationObserver(() => view.destroyed || view.setTexts(words()))
     .observe(document.documentElement, { attributes: true, attributeFilter: ["lang"] });
   let shown = "";

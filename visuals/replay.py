@@ -42,9 +42,9 @@ SCRIPTS: Final = (
     "tier_window.js",
 )
 """The scripts of the tier board, in the order in which they must run."""
-SHEET_SCRIPT: Final = "tier_sheet.js"
+LATE_SCRIPTS: Final = ("tier_sheet.js", "tier_tip.js")
 NOTES_SCRIPT: Final = "tier_notes.js"
-"""Come after the others: a page fetches them when they are asked for; a file has the sheet, and the notes if any."""
+"""Come after the others: a page fetches them when they are asked for; a file has them, the notes if there are any."""
 STYLES: Final = ("tier_view.css",)
 
 PLAIN_LIMIT: Final = 250_000
@@ -106,9 +106,9 @@ body.dark h1 {{ color: #EEF1F7; }}
 def page_script(with_texts: bool = True) -> str:
     """All scripts of the tier board in one piece, as `lean_script` leaves them.
 
-    A page on a server passes its own words, and fetches the sheet of keys when it is asked for: `with_texts=False`.
+    A page on a server passes its own words, and fetches `LATE_SCRIPTS` when they are asked for: `with_texts=False`.
     """
-    names = (*SCRIPTS, SHEET_SCRIPT) if with_texts else SCRIPTS[1:]
+    names = (*SCRIPTS, *LATE_SCRIPTS) if with_texts else SCRIPTS[1:]
     return "\n".join(lean_script((ASSETS / "js" / name).read_text("utf-8")) for name in names)
 
 

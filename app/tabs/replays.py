@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import gradio as gr
 
+from app.compare_lines import system_label
 from app.labels import Labels
 from app.messages import error_html, hint_html, notice_sentences, notices_html
 from app.result_table import format_share, result_html
@@ -281,7 +282,7 @@ def sessions_html(found: list[SessionInfo], lang: str) -> str:
 def _row(info: SessionInfo, lang: str) -> str:
     title = escape(info.title or text(lang, "replays.untitled"))
     tokens = info.summary.get("num_tokens")
-    cells = (info.model, info.policy, _budget(info), "" if tokens is None else str(tokens))
+    cells = (info.model, system_label(info.policy, lang), _budget(info), "" if tokens is None else str(tokens))
     opens = escape(text(lang, "replays.open_named", title=info.title or text(lang, "replays.untitled")))
     return (
         f'<tr><th scope="row">{title}</th>'

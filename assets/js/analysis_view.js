@@ -181,7 +181,7 @@
     _card(card) {
       const id = this._id(card);
       const height = Math.round((card.figure.layout.height || 340) * Math.max(1, this.look.scale * 0.9));
-      const plot = el("div", { class: "qe-ana-plot", role: "img", "aria-label": card.title + ". " + card.reads });
+      const plot = el("div", { class: "qe-ana-plot", role: "img", "aria-label": card.title + ". " + card.reads, "data-wait": this._t("loading") });
       plot.style.height = height + "px";
       plot.card = card;
       const button = (kind, act) =>

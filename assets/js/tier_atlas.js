@@ -49,7 +49,7 @@
     for (let tier = 0; tier < paint.length; tier++) {
       const list = paint[tier];
       for (let i = 0; i < list.length; i += 3) {
-        if (list[i + 2] !== TIER.EMPTY) {
+        if (heights[list[i + 2]] > heights[tier]) { // a lower bar does not cover what stood there
           ctx.clearRect(axis.x(list[i + 1]), list[i] * bandHeight, axis.width(list[i + 1]), bandHeight);
         }
       }

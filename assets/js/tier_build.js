@@ -4,6 +4,13 @@
 
   const { el, icon, SPEEDS } = root.QEvictView.parts;
 
+  // What nobody needs before asking for it: each is fetched then, with the others, and replaced by what came.
+  for (const name of ["_sheet", "_tip", "_walk"]) {
+    root.QEvictView.prototype[name] = function (...values) {
+      this.options.later().then(() => this.destroyed || this[name](...values), () => {});
+    };
+  }
+
   Object.assign(root.QEvictView.prototype, {
     _build() {
       const { host } = this;
@@ -181,11 +188,6 @@
         if (event.target.dataset.w) this._point(Number(event.target.dataset.w), null, event);
       });
       node.addEventListener("pointerleave", () => this._point(null));
-    },
-
-    /** Fetches the sheet of keys, which replaces this. */
-    _sheet(open) {
-      this.options.later().then(() => this._sheet(open));
     },
 
     _flip(name) {

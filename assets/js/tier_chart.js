@@ -1,9 +1,6 @@
-/* Painters of curves: a figure over the events of a run, and the story of one window. */
+/* Painter of curves: a figure over the events of a run. */
 (function (root) {
   "use strict";
-
-  const { TIER } = root.QEvictTrace;
-  const { NAMES } = root.QEvictDraw;
 
   function hatch(ctx, x, width, height, color) {
     ctx.save();
@@ -65,41 +62,5 @@
     }
   }
 
-  /** Tier strip and score line of one window over events. */
-  function story(ctx, s) {
-    const { width, height, history, points, events, now, colors } = s;
-    ctx.clearRect(0, 0, width, height);
-    const x = (r) => 2 + (r / Math.max(1, events)) * (width - 4);
-    const strip = 8;
-    let tier = TIER.LOCAL;
-    let from = s.begun;
-    const fill = (until) => {
-      ctx.fillStyle = colors[NAMES[tier]];
-      const h = tier === TIER.QUANT ? strip * 0.5 : tier === TIER.EVICTED ? 2 : strip;
-      ctx.fillRect(x(from), height - h, Math.max(1, x(until) - x(from)), h);
-    };
-    for (const move of history) {
-      fill(move.r);
-      tier = move.to;
-      from = move.r;
-    }
-    fill(events);
-    const room = height - strip - 6;
-    if (points.length) {
-      const logs = points.map((point) => Math.log10(point.score));
-      const low = Math.min(...logs) - 0.05;
-      const high = Math.max(...logs) + 0.05;
-      const y = (v) => 3 + room - ((v - low) / (high - low)) * room;
-      ctx.strokeStyle = ctx.fillStyle = colors.ink;
-      ctx.lineWidth = 1.5;
-      ctx.beginPath();
-      points.forEach((point, i) => ctx[i ? "lineTo" : "moveTo"](x(point.r), y(logs[i])));
-      ctx.stroke();
-      for (let i = 0; i < points.length; i++) ctx.fillRect(x(points[i].r) - 1.5, y(logs[i]) - 1.5, 3, 3);
-    }
-    ctx.fillStyle = colors.muted;
-    ctx.fillRect(Math.round(x(now)), 0, 1, height);
-  }
-
-  Object.assign(root.QEvictDraw, { curve, story });
+  Object.assign(root.QEvictDraw, { curve });
 })(window);

@@ -48,6 +48,7 @@
       const width = Math.floor(ui.lanes.clientWidth);
       this.width = width;
       host.classList.toggle("qe-narrow", width / scale < 900);
+      host.classList.toggle("qe-snug", width / scale < 1010); // the transport must still stand in one row
       if (!width || !trace.meta) return;
       const { rows } = trace.meta;
       this.total = Math.max(trace.meta.max_windows, trace.board ? trace.board.count : 0, 1);

@@ -86,7 +86,8 @@
       const parts = [meta.model, meta.policy, meta.backend];
       if (step.ms !== null) parts.push(this._t("view.routing_ms", { ms: step.ms.toFixed(1) }));
       if (trace.end && this.index === trace.steps.length - 1) parts.push(this._t(`view.ended_${trace.end.why}`));
-      setText(ui.facts, parts.join(" · "));
+      ui.facts.title = parts.join(" · ");
+      setText(ui.facts, ui.facts.title);
       this._announce(`${ui.where.textContent}. ${words.join(", ")}`);
     },
 

@@ -1,24 +1,12 @@
-/* What QEvictView tells of one window, and the token text tinted by tier. Token text is untrusted: textContent only. */
+/* The window that QEvictView points at, and the token text tinted by tier. Token text is untrusted: textContent only. */
 (function (root) {
   "use strict";
 
   const { TIER } = root.QEvictTrace;
   const Draw = root.QEvictDraw;
-  const { el, setText, percent } = root.QEvictView.parts;
+  const { el, setText } = root.QEvictView.parts;
 
   Object.assign(root.QEvictView.prototype, {
-    _walk(by) {
-      if (!this.trace.board || !this.trace.board.count) return;
-      const from = this.cursor === null ? (by > 0 ? -2 : this.trace.board.count) : this.cursor;
-      const next = Math.min(this.trace.board.count - 1, Math.max(-1, from + by));
-      if (this.zoom && (next < this.zoom[0] || next >= this.zoom[1])) {
-        const half = (this.zoom[1] - this.zoom[0]) / 2;
-        this._zoomTo([next - half, next + half]);
-      }
-      this._point(next, this.row, null);
-      setText(this.ui.live, `${this.ui.tipTitle.textContent}. ${this.ui.tipText.textContent}. ${this.ui.tipTier.textContent}`);
-    },
-
     _point(window, row, event) {
       const known = window !== null && window !== undefined && this.trace.board && window < this.trace.board.count;
       const next = known ? window : null;
@@ -35,62 +23,6 @@
       if (next === null) this.ui.tip.hidden = true;
       else if (!same || this.ui.tip.hidden) this._tip();
       else this._placeTip();
-    },
-
-    _tip() {
-      const { ui, trace, cursor, index } = this;
-      const step = trace.steps[index];
-      if (!step || cursor === null || cursor >= trace.board.count) {
-        ui.tip.hidden = true;
-        return;
-      }
-      const row = this._tipRow;
-      ui.tip.hidden = false;
-      const { meta, board } = trace;
-      const sink = cursor < 0;
-      const [a, b] = sink ? [0, meta.sink_tokens] : trace.span(cursor);
-      const name = sink ? this._t("view.window_sink") : this._t("view.window", { w: cursor });
-      const tier = sink ? TIER.SINK : board.at(row, cursor);
-      setText(ui.tipTitle, `${name} · ${this._rowName(row)} · ${this._tierName(tier)}`);
-      const text = sink ? trace.pieces.slice(0, b).join("") : trace.textOf(cursor);
-      setText(ui.tipText, text);
-      const past = sink ? [] : trace.history(row, cursor).filter((move) => move.index <= index);
-      const path = past.map((move) => this._t("view.history_event", { tier: this._tierName(move.to), r: move.r }));
-      if (!sink && tier === TIER.FULL && this._ghosts(row).includes(cursor)) path.push(this._t("view.shadow_note", { bits: meta.bits }));
-      const history = path.length ? this._t("view.history", { path: [this._tierName(TIER.LOCAL), ...path.slice(-5)].join(" → ") }) : sink ? "" : this._t("view.history_none");
-      setText(ui.tipTier, `${this._t("view.tokens", { a, b: Math.min(b, board.seqLen) - 1 })}. ${history}`);
-      ui.tipCanvas.hidden = sink;
-      let score = "";
-      if (!sink) {
-        const points = trace.scoreHistory(row, cursor);
-        const width = Math.round(250 * Math.min(1.4, this.scale));
-        this._size(ui.tipCanvas, width, 58);
-        const last = trace.steps[trace.steps.length - 1].r;
-        const begun = trace.steps.find((item) => item.t > a);
-        Draw.story(ui.tipCanvas.getContext("2d"), {
-          width, height: 58, points, events: last, now: step.r, colors: this.colors,
-          history: trace.history(row, cursor), begun: begun ? Math.max(0, begun.r - 1) : 0,
-        });
-        score = this._t(points.length ? "view.score" : "view.score_none");
-        const late = trace.late.get(step.r);
-        const missed = late && late.regret.find((item) => item[0] === row && item[1] === cursor);
-        if (missed) score = this._t("view.regret_note", { mass: percent(missed[2]) });
-      }
-      setText(ui.tipScore, score);
-      this._placeTip();
-    },
-
-    _placeTip() {
-      const { ui, host, cursor, axis } = this;
-      const box = host.getBoundingClientRect();
-      const tip = ui.tip.getBoundingClientRect();
-      const lanes = ui.lanes.getBoundingClientRect();
-      const at = this._tipEvent || { x: lanes.left + (cursor < 0 ? axis.left : axis.x(cursor)), y: lanes.bottom - 8 };
-      const x = Math.min(box.width - tip.width - 4, Math.max(4, at.x - box.left + 14));
-      const below = at.y - box.top + 18;
-      const fits = at.y + 18 + tip.height < root.innerHeight;
-      ui.tip.style.left = `${x}px`;
-      ui.tip.style.top = `${fits ? below : Math.max(4, at.y - box.top - tip.height - 12)}px`;
     },
 
     _resetText() {

@@ -17,7 +17,8 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from app.analysis_card import Card, Say, counted, spread
+from app.analysis_card import VERDICTS, Card, Say, counted, spread
+from app.analysis_cards import _ablated
 from app.analysis_results import MOST_BYTES, ResultCache, ResultsError, ablations_in, parse, read_results, result_files
 from app.analysis_runs import AnalysisRuns, DiagnosisRequest
 from app.analysis_sources import MOST_UPLOAD_BYTES, AnalysisSources
@@ -337,6 +338,28 @@ def test_an_interval_takes_its_own_columns() -> None:
     assert headings == ["system", "value", "value, low end", "value, high end", "value, n"]
     assert lines == [["a", 0.2, 0.1, 0.4, 20], ["b", None, None, None, None]]
     assert "n = 1 at each point: no interval" in counted([1, 1], say) and counted([], say) == ""
+
+
+def test_verdicts_are_told_in_the_page_s_language() -> None:
+    from engine.evaluation.ablations import _against_choice
+    from engine.evaluation.rows import verdict
+    from engine.evaluation.statistics import Estimate
+
+    told = [Estimate(at, at - 0.1, at + 0.1, 20) for at in (1.0, 0.0, -1.0)]
+    made = {verdict(one, wanted=1) for one in told} | {_against_choice(one, 1) for one in (*told, None)}
+    made |= {verdict(Estimate(1.0, 0.9, 1.1, 2), wanted=1), "article's choice"}
+    assert made == set(VERDICTS)
+    _, lines = spread(("value", "verdict"), [{"value": "holds", "verdict": "holds"}], Say("zh"))
+    assert lines == [["holds", "成立"]]
+    _, lines = spread(("verdict",), [{"verdict": "new words"}, {"verdict": None}], Say("zh"))
+    assert lines == [["new words"], [None]]
+
+
+def test_settings_of_one_system_at_one_budget_are_no_curve() -> None:
+    full = score("fullkv", 1.0)
+    assert _ablated([full, score("qevict", 0.2), score("qevict", 0.2)])
+    assert not _ablated([full, score("qevict", 0.2), score("qevict", 0.1)])
+    assert not _ablated([full, score("qevict", 0.2), score("h2o", 0.2)])
 
 
 def test_a_long_table_says_how_much_is_left_out() -> None:

@@ -163,6 +163,7 @@ def test_notes_are_written_by_keyboard_and_reach_the_class(pages: tuple[Any, Any
     teacher.keyboard.type("other words")
     panel.get_by_role("button", name="Save").click()
     pupil.wait_for_function(f"{BOARD}.notes.some((note) => note.text === 'other words')", timeout=15_000)
+    panel.wait_for(state="hidden")
     teacher.keyboard.press("n")
     panel.get_by_role("button", name="Delete 1").click()
     pupil.wait_for_function(f"{BOARD}.notes.length === 1", timeout=15_000)

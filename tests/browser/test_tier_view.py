@@ -356,12 +356,12 @@ def test_ten_events_a_second_drop_few_frames(open_page: Callable[..., Any], caps
         if crowd < CROWDED:
             assert min(lost) < 0.15
         seek = page.evaluate(
-            "() => { const took = []; for (let i = 0; i < 30; i++) { const t = performance.now();"
+            "() => { const took = []; for (let i = 0; i < 200; i++) { const t = performance.now();"
             " qeView.seek((i * 37) % qeView.trace.steps.length); qeView._frame(performance.now());"
-            " took.push(performance.now() - t) } return took.sort((a, b) => a - b)[15] }"
+            " took.push(performance.now() - t) } return took.sort((a, b) => a - b) }"
         )
         with capsys.disabled():
-            print(f"  seek and redraw, median: {seek:.1f} ms")
+            print(f"  seek and redraw: median {seek[100]:.1f} ms, p95 {seek[190]:.1f} ms, longest {seek[-1]:.1f} ms")
     finally:
         feed.close()
 

@@ -7,7 +7,7 @@ import tomllib
 
 import pytest
 
-from visuals.replay import ASSETS, NOTES_SCRIPT, SCRIPTS, SHEET_SCRIPT
+from visuals.replay import ASSETS, LATE_SCRIPTS, NOTES_SCRIPT, SCRIPTS
 
 WORDS = dict(re.findall(r'^\s+"view\.(\w+)": "(.*)",$', (ASSETS / "js" / "tier_texts.js").read_text("utf-8"), re.M))
 
@@ -25,7 +25,7 @@ def test_every_language_has_every_word(lang: str) -> None:
 def test_scripts_use_words_that_exist() -> None:
     used: set[str] = set()
     families: set[str] = set()
-    for name in (*SCRIPTS[1:], SHEET_SCRIPT, NOTES_SCRIPT, "tier_follow.js"):
+    for name in (*SCRIPTS[1:], *LATE_SCRIPTS, NOTES_SCRIPT, "tier_follow.js"):
         source = (ASSETS / "js" / name).read_text("utf-8")
         used |= set(re.findall(r'"view\.(\w+)"', source))
         families |= set(re.findall(r"`view\.(\w+_)\$", source))

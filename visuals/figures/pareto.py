@@ -49,7 +49,8 @@ def pareto_figure(
     """One trace per system, its budgets joined, intervals as bars; the dotted line is the Pareto front.
 
     Args:
-        points: label, system, share in [0, 1], value, low and high (None without an interval), n.
+        points: label, system, share in [0, 1], value, low and high (None without an interval), n; name, what a reader
+            calls the system, where it differs.
         figure: what `value` is: "kl", "score" or "agreement".
     """
     colors = PALETTES[theme]
@@ -62,7 +63,7 @@ def pareto_figure(
     for number, system in enumerate(systems):
         mine = sorted((p for p in points if p["system"] == system), key=lambda p: float(p["share"]))
         out.add_scatter(
-            name=system,
+            name=str(mine[0].get("name", system)),
             x=[100 * p["share"] for p in mine],
             y=[p["value"] for p in mine],
             error_y=_bars(mine),
