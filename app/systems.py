@@ -19,6 +19,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "qevict-r4": {"window_size": 32, "routing_interval": None},
     "qevict-int4": {"bits": 4},
     "qevict-no-promotion": {"promotion": False},
+    "qevict-decayed": {"ranker": "decayed"},
 }
 """QEvict and its variants: what each changes in the settings."""
 

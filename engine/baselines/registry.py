@@ -44,6 +44,7 @@ _SYSTEMS: tuple[tuple[str, type[Rival], dict[str, Any]], ...] = (
     ("qevict-r4", QEvict, {"window_size": 32}),
     ("qevict-int4", QEvict, {"bits": 4}),
     ("qevict-no-promotion", QEvict, {"promotion": False}),
+    ("qevict-decayed", QEvict, {"ranker": "decayed"}),
     ("oracle-past", PastOracle, {}),
     ("oracle-future", FutureOracle, {}),
     ("streamingllm", StreamingLLM, {}),
