@@ -351,7 +351,7 @@ def decode(data: bytes | str) -> TraceEvent:
         return _build(body)
     except TraceError:
         raise
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
         raise TraceError(f"not a trace event: {error}.") from error
 
 

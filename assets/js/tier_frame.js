@@ -36,6 +36,7 @@
       if (all || dirty.has("text")) this._text();
       if (all || dirty.has("transport")) this._transport();
       if (all || dirty.has("status") || dirty.has("panel")) this._status();
+      if (this.lesson && this.lesson.unseen && this.axis) this._showFramed();
       this.dirty = new Set();
       this._wasMoving = moving;
       if (moving && !document.hidden) this._invalidate("moving");

@@ -62,7 +62,7 @@
       this.lesson.unseen = this.lesson.parts.length > 0;
     },
 
-    /** Brings the first framed part into view, once its place is known. */
+    /** Brings the first framed part into view, once all is drawn and its place is known. */
     _showFramed() {
       const { lesson, ui } = this;
       lesson.unseen = false;
@@ -117,7 +117,6 @@
         if (frame) Object.assign(frame.style, { top: `${lane * this.laneHeight}px`, height: `${this.laneHeight}px` });
       });
       this._placeMarks(box.firstChild, p);
-      if (lesson.unseen) this._showFramed();
     },
 
     _placeMarks(parent, p) {

@@ -110,15 +110,16 @@ def test_a_class_follows_looks_around_and_comes_back(pages: tuple[Any, Any, str]
 
 def test_a_page_keeps_one_stream(pages: tuple[Any, Any, str]) -> None:
     teacher, pupil, sid = pages
-    asked: list[str] = []
-    pupil.on("request", lambda request: "/events" in request.url and asked.append(request.url.split("/qe/")[1]))
+    asked: list[tuple[str, str]] = []
+    pupil.on("request", lambda request: "/events" in request.url and asked.append((request.frame.url, request.url)))
     present(teacher, pupil)
     other = teacher.evaluate(START)
     pupil.goto(pupil.url.replace(sid, other))
     pupil.wait_for_function(f"window.qeBoards && {BOARD} && {BOARD}.room && {BOARD}.trace.end", timeout=60_000)
     pupil.wait_for_timeout(500)
     assert pupil.evaluate(f"Boolean({BOARD}.stream) + Boolean({BOARD}._followStream)") == 1
-    assert all(other in path for path in asked)
+    asked = [stream for page, stream in asked if other in page]
+    assert asked and all(other in stream for stream in asked)
 
 
 def test_notes_are_written_by_keyboard_and_reach_the_class(pages: tuple[Any, Any, str], tmp_path: Path) -> None:
