@@ -66,7 +66,9 @@ def build_ui(context: AppContext) -> gr.Blocks:
         replays.wire()
         analysis.wire(analysis_tab)
         _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, compare, replays)
-        compare_tab.select(compare.show, [lang, compare.session, compare.linked], compare.showing, **QUIET)
+        compare_tab.select(
+            compare.show, [lang, compare.session, compare.linked, compare.recent], compare.showing, **QUIET
+        )
         page_api.publish(context)
     demo.queue(default_concurrency_limit=None, max_size=None)
     return demo

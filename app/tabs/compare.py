@@ -105,14 +105,15 @@ class CompareTab:
         """The outputs of `show`, in order."""
         return [self.fields["systems"], self.recent]
 
-    def show(self, lang: str, session: str, linked: str | None) -> list[Any]:
+    def show(self, lang: str, session: str, linked: str | None, listed: str | None) -> list[Any]:
         """What is read when the tab is shown: all systems, for which the engine is imported, and the list.
 
-        While a link's comparison is being opened the list is left alone: what opens it marks it there, and the import
-        takes so long that this would come later and take the mark away.
+        Where a comparison is being opened, from a link or from the list that stands there, the list is left alone:
+        what opens it marks it there, and the import takes so long that this would come later and take the mark away.
         """
         systems = gr.update(choices=system_choices(lang, known_systems(imported=True)))
-        return [systems, gr.skip() if linked and not session else self._recent(lang, session)]
+        opening = not session and (linked or listed)
+        return [systems, gr.skip() if opening else self._recent(lang, session)]
 
     # wiring
 

@@ -87,7 +87,7 @@ def open_page(browser: Any, stored: Stored) -> Iterator[Callable[..., Any]]:
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("pageerror", lambda error: troubles.append(error.stack or str(error)))
         page.goto(stored.server.url + query)
         return page
 

@@ -49,7 +49,8 @@ def pages(browser: Any, server: ServerProcess) -> Iterator[tuple[Any, Any, str]]
     yield teacher, pupil, sid
     for context in contexts:
         context.close()
-    assert troubles == []
+    # A page that is left while Gradio still listens to its queue makes Gradio log the end of that stream.
+    assert [said for said in troubles if "AbortError" not in said and "Connection errored out" not in said] == []
 
 
 def part(page: Any, selector: str) -> Any:
