@@ -33,7 +33,7 @@ def open_tab(browser: Any, server: ServerProcess) -> Iterator[Callable[..., Any]
         contexts.append(context)
         page = context.new_page()
         page.on("console", lambda said: troubles.append(said.text) if said.type == "error" else None)
-        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("pageerror", lambda error: troubles.append(error.stack or str(error)))
         page.on("request", lambda sent: troubles.append(sent.url) if not _is_ours(sent.url, server.url) else None)
         page.goto(server.url + query)
         page.get_by_role("tab", name="Compare").click()
