@@ -38,8 +38,8 @@ const file = (src) => new Promise((onload, onerror) => {
   document.head.appendChild(Object.assign(document.createElement("script"), { src, async: false, onload, onerror }));
 });
 const load = async () => {
-  await file(props.files[0]);
-  return window.QEvictAnalysis.attach(element.querySelector(".qe-host"), props);
+  await file(board.files[0]);
+  return window.QEvictAnalysis.attach(element.querySelector(".qe-host"), board);
 };
 const show = async () => {
   const value = props.value || {};
@@ -76,24 +76,12 @@ class AnalysisView(HtmlBoard):
 
     SCRIPT = _ON_LOAD
     NOTHING: ClassVar[dict[str, Any]] = NOTHING
+    ID = "qe-analysis-board"
 
-    def __init__(
-        self,
-        value: dict[str, Any] | str | None = None,
-        *,
-        elem_id: str = "qe-analysis-board",
-        elem_classes: list[str] | str | None = None,
-        visible: bool = True,
-        render: bool = True,
-        key: int | str | None = None,
-    ) -> None:
-        super().__init__(
-            value,
-            elem_id=elem_id,
-            texts=analysis_texts(),
-            files=analysis_files(),
-            elem_classes=elem_classes,
-            visible=visible,
-            render=render,
-            key=key,
-        )
+    @classmethod
+    def texts(cls) -> dict[str, dict[str, str]]:
+        return analysis_texts()
+
+    @classmethod
+    def files(cls) -> Any:
+        return analysis_files()

@@ -20,10 +20,10 @@ _ON_LOAD = """
 let view = null;
 const load = async () => {
   await window.qeBoardFiles;
-  await Promise.all(props.files.map((src) => new Promise((onload, onerror) => {
+  await Promise.all(board.files.map((src) => new Promise((onload, onerror) => {
     document.head.appendChild(Object.assign(document.createElement("script"), { src, async: false, onload, onerror }));
   })));
-  return window.QEvictCompare.attach(element.querySelector(".qe-host"), props);
+  return window.QEvictCompare.attach(element.querySelector(".qe-host"), board);
 };
 const show = async () => {
   const sid = (props.value || {}).sid || "";
@@ -56,24 +56,12 @@ class CompareView(HtmlBoard):
 
     SCRIPT = _ON_LOAD
     NOTHING: ClassVar[dict[str, Any]] = NOTHING
+    ID = "qe-compare-board"
 
-    def __init__(
-        self,
-        value: dict[str, Any] | str | None = None,
-        *,
-        elem_id: str = "qe-compare-board",
-        elem_classes: list[str] | str | None = None,
-        visible: bool = True,
-        render: bool = True,
-        key: int | str | None = None,
-    ) -> None:
-        super().__init__(
-            value,
-            elem_id=elem_id,
-            texts=compare_texts(),
-            files=compare_files(),
-            elem_classes=elem_classes,
-            visible=visible,
-            render=render,
-            key=key,
-        )
+    @classmethod
+    def texts(cls) -> dict[str, dict[str, str]]:
+        return compare_texts()
+
+    @classmethod
+    def files(cls) -> Any:
+        return compare_files()

@@ -18,7 +18,7 @@ IDLE: dict[str, Any] = {"mode": "idle", "sid": "", "base": "qe"}
 
 _ON_LOAD = """
 const host = element.querySelector(".qe-host");
-const files = props.files;
+const files = board.files;
 const add = (tag, attributes) => new Promise((done, failed) => {
   const node = document.createElement(tag);
   node.onload = done;
@@ -34,11 +34,11 @@ const load = async () => {
 };
 const later = () => (window.qeLater =
   window.qeLater || Promise.all(files.later.map((src) => add("script", { async: false, src }))));
-const words = () => props.texts[document.documentElement.lang.slice(0, 2)] || props.texts.en;
+const words = () => board.texts[document.documentElement.lang.slice(0, 2)] || board.texts.en;
 const start = async () => {
   await (window.qeBoardFiles = window.qeBoardFiles || load());
   const boards = (window.qeBoards = window.qeBoards || new Map());
-  const name = props.board;
+  const name = board.id;
   if (boards.has(name)) boards.get(name).destroy();
   const scale = parseFloat(getComputedStyle(document.documentElement).getPropertyValue("--qe-scale")) || 1;
   const projector = document.body.classList.contains("qe-projector");
@@ -118,24 +118,12 @@ class TierView(HtmlBoard):
 
     SCRIPT = _ON_LOAD
     NOTHING: ClassVar[dict[str, Any]] = IDLE
+    ID = "qe-board"
 
-    def __init__(
-        self,
-        value: dict[str, Any] | str | None = None,
-        *,
-        elem_id: str = "qe-board",
-        elem_classes: list[str] | str | None = None,
-        visible: bool = True,
-        render: bool = True,
-        key: int | str | None = None,
-    ) -> None:
-        super().__init__(
-            value,
-            elem_id=elem_id,
-            texts=board_texts(),
-            files=board_files(),
-            elem_classes=elem_classes,
-            visible=visible,
-            render=render,
-            key=key,
-        )
+    @classmethod
+    def texts(cls) -> dict[str, dict[str, str]]:
+        return board_texts()
+
+    @classmethod
+    def files(cls) -> Any:
+        return board_files()

@@ -164,7 +164,7 @@ def _bare_lines(source: str) -> str:
     return "\n".join(line for line in lines if line)
 
 
-def _script_json(value: object) -> str:
+def script_json(value: object) -> str:
     """JSON that may stand inside <script>: no `<`, no line separators that end a JavaScript string."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     for sign in "<>&\u2028\u2029":
@@ -214,7 +214,7 @@ def _page(payload: Mapping[str, object], title: str, lang: str, noted: bool) -> 
         title=html.escape(title),
         style=page_style(),
         script=script,
-        trace=_script_json(payload),
+        trace=script_json(payload),
     )
 
 

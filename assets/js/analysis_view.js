@@ -36,9 +36,9 @@
   }
 
   class QEvictAnalysis {
-    constructor(host, props) {
+    constructor(host, board) {
       this.host = host;
-      this.props = props;
+      this.board = board;
       this.source = "";
       this.asked = 0;
       this.data = null;
@@ -63,8 +63,8 @@
       this.observer.observe(document.body, { attributes: true, attributeFilter: ["class"] });
     }
 
-    static attach(host, props) {
-      return (root.qeAnalysis = new QEvictAnalysis(host, props));
+    static attach(host, board) {
+      return (root.qeAnalysis = new QEvictAnalysis(host, board));
     }
 
     /** Shows a source; the same one with the same turn is left as it is. */
@@ -81,13 +81,13 @@
       const page = document.documentElement;
       return {
         theme: document.body.classList.contains("dark") ? "dark" : "light",
-        lang: page.lang.slice(0, 2) in this.props.texts ? page.lang.slice(0, 2) : "en",
+        lang: page.lang.slice(0, 2) in this.board.texts ? page.lang.slice(0, 2) : "en",
         scale: parseFloat(page.style.getPropertyValue("--qe-scale")) || 1,
       };
     }
 
     _t(key, values) {
-      const words = this.props.texts[this.look.lang] || {};
+      const words = this.board.texts[this.look.lang] || {};
       let found = words["analysis." + key] || key;
       for (const name in values || {}) found = found.split("{" + name + "}").join(String(values[name]));
       return found;
@@ -250,7 +250,7 @@
       for (const plot of plots) this.seen.unobserve(plot);
       if (!plots.length) return;
       try {
-        const Plotly = await plotly(this.props.files[1]);
+        const Plotly = await plotly(this.board.files[1]);
         for (const plot of plots) if (plot.isConnected) await this._draw(Plotly, plot);
       } catch (error) {
         this.status.textContent = this._t("failed", { why: error.message });
@@ -293,7 +293,7 @@
 
     async _png(card) {
       try {
-        const Plotly = await plotly(this.props.files[1]);
+        const Plotly = await plotly(this.board.files[1]);
         const layout = this._layout(card, 1.25);
         const height = Math.round((layout.height || 420) * 1.45);
         layout.title = { text: plain(card.title), x: 0.02, xanchor: "left", font: { size: 22 } };

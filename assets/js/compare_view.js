@@ -49,15 +49,15 @@
     // ---- public -------------------------------------------------------------------------------------------------
 
     /** A view in a page that has `qeBoards`, whose words follow the page's language. */
-    static attach(host, props) {
+    static attach(host, board) {
       const page = document.documentElement;
-      const words = () => props.texts[page.lang.slice(0, 2)] || props.texts.en;
+      const words = () => board.texts[page.lang.slice(0, 2)] || board.texts.en;
       const scale = parseFloat(getComputedStyle(page).getPropertyValue("--qe-scale")) || 1;
       const projector = document.body.classList.contains("qe-projector");
       const boards = (root.qeBoards = root.qeBoards || new Map());
-      if (boards.has(props.board)) boards.get(props.board).destroy();
+      if (boards.has(board.id)) boards.get(board.id).destroy();
       const view = new QEvictCompare(host, { texts: words(), scale, projector });
-      boards.set(props.board, view);
+      boards.set(board.id, view);
       const languages = new MutationObserver(() => view.setTexts(words()));
       languages.observe(page, { attributes: true, attributeFilter: ["lang"] });
       view._off.push(() => languages.disconnect());

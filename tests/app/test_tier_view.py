@@ -14,7 +14,7 @@ from app.api import create_router
 from app.context import create_context
 from app.settings import Settings
 from app.tier_view import IDLE, TierView, board_files, board_texts
-from visuals.replay import ASSETS, page_script
+from visuals.replay import ASSETS, page_script, script_json
 
 
 @pytest.mark.parametrize(
@@ -62,6 +62,6 @@ def test_the_script_is_served_as_it_was_announced(tmp_path: Path) -> None:
 
 def test_both_languages_travel_with_the_component() -> None:
     board = TierView(render=False)
-    assert board.props["texts"] == board_texts()
+    assert script_json(board_texts()) in board.js_on_load
     assert board_texts()["en"]["view.full"] == "Full"
     assert set(board_texts()["zh"]) == set(board_texts()["en"])

@@ -136,6 +136,18 @@ def test_the_list_opens_one_as_it_was(open_page: Callable[..., Any], stored: Sto
     assert _pictures(page) == last
 
 
+def test_a_tab_that_is_opened_late_has_its_board(open_page: Callable[..., Any], stored: Stored) -> None:
+    """What a page does when it is opened reaches the board's place before the board is there."""
+    page = open_page()
+    page.wait_for_function("window.qeBoards && qeBoards.size > 0", timeout=60_000)
+    page.wait_for_timeout(5_000)
+    page.get_by_role("tab", name="Compare").click()
+    page.wait_for_selector(".qe-cmp-list", timeout=30_000)
+    page.locator(".qe-cmp-list tbody tr").nth(2).get_by_role("button", name="Open").click()
+    _shown(page)
+    assert page.locator(".qe-cmp-lane").count() == 4
+
+
 def test_the_sink_is_drawn_as_on_the_tier_board(open_page: Callable[..., Any], stored: Stored) -> None:
     page = open_page(f"?c={stored.ids['two']}")
     _shown(page)
