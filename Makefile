@@ -4,7 +4,7 @@
 #   make test        set everything up and run the whole suite
 #   make check       formatting, lint, types, import rules
 #   make test-range  the engine's tests with the oldest and the newest transformers that are allowed
-#   make test-extras the tests that need optional packages: sweeps on Ray, transformers' own quantized cache
+#   make test-extras the tests that need optional packages: Ray, quanto (transformers' quantized cache), accelerate
 #   make bench       what a token costs against the full cache (ARGS="attention --json" measures another part)
 #   make clean       remove what these made; sessions and the model cache stay
 #
@@ -17,7 +17,7 @@ TORCH_INDEX ?=
 OLDEST = 5.0.0
 NEWEST = 5.24.0
 NEED_KB = 3000000
-EXTRAS = "ray>=2.40" "optimum-quanto>=0.2.6"
+EXTRAS = "ray>=2.40" "optimum-quanto>=0.2.6" "accelerate>=1.0"
 
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check
@@ -119,7 +119,7 @@ test-range: $(DEV) $(MODEL)
 test-extras: $(DEV) $(MODEL)
 	@place="$(VENV)/extras"; \
 	if [ ! -f "$$place/.done" ]; then \
-		echo "Making an environment with Ray and optimum-quanto"; \
+		echo "Making an environment with Ray, optimum-quanto and accelerate"; \
 		$(BIN)/python -m venv "$$place" && \
 		$(BIN)/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 			> "`"$$place/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])'`/zz-qevict.pth" && \
@@ -127,7 +127,7 @@ test-extras: $(DEV) $(MODEL)
 		touch "$$place/.done"; \
 	fi; \
 	"$$place/bin/python" -m pytest tests/engine/evaluation/test_cluster.py tests/engine/baselines/test_hf_quantized.py \
-		-p no:cacheprovider $(ARGS)
+		tests/engine/test_spread.py tests/engine/test_cache_devices.py -p no:cacheprovider $(ARGS)
 
 bench: $(MODEL)
 	@$(BIN)/qevict bench $(if $(ARGS),$(ARGS),attention)

@@ -13,6 +13,7 @@ from typing import Any
 from app.analysis_card import Card, Say, counted
 from app.analysis_results import Results
 from app.compare_lines import system_label
+from app.task_names import task_label
 from visuals.figures.intervals import interval_figure
 from visuals.figures.pareto import ablation_figure, pareto_figure
 from visuals.figures.policies import shares_figure
@@ -54,13 +55,14 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
         if len({row["system"] for row in done}) < 2 or _ablated(done):
             continue  # an ablation of one system, or a task that this model can't do
         part = f"{file}-{task}-{length}-{question}"
+        values = {"task": task_label(str(task), say.lang), "length": length}
         if task == "book":
-            cards.append(_points("pareto", "kl", rows, part, {"length": length}, say))
+            cards.append(_points("pareto", "kl", rows, part, values, say))
             if any(row.get("output_error") for row in done):
-                cards.append(_points("error", "output_error", rows, part, {"length": length}, say))
+                cards.append(_points("error", "output_error", rows, part, values, say))
         elif len(cards) < MOST_TASKS:
             asked = say("after" if question == "after" else "inside")
-            values = {"task": task, "length": length, "asked": asked, "score": done[0]["score_name"]}
+            values |= {"asked": asked, "score": done[0]["score_name"]}
             cards.append(_points("task", "score", rows, part, values, say))
     return cards
 
@@ -362,7 +364,7 @@ def _ablations(rows: Sequence[Row], say: Say) -> list[Card]:
         if len(known) < 2:
             continue
         drawn = [{**row, "setting": escape(str(setting))} for row in mine]
-        values = {"setting": setting, "task": task, "length": length}
+        values = {"setting": setting, "task": task_label(str(task), say.lang), "length": length}
         part = f"{file}-{setting}-{task}"
         columns = ("value", "mean", "minus_article_choice", "verdict", "output_error", "infeasible")
         cards.append(

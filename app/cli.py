@@ -143,7 +143,7 @@ def _add_run(commands: Any) -> None:
     prompt.add_argument("--document", metavar="FILE", help="text compressed on its own, before the prompt is read")
     model = run.add_argument_group("model")
     model.add_argument("--model", default="embedded", metavar="NAME", help="embedded, a folder, or a hub name")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps, or spread: over all GPUs")
     model.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     model.add_argument(
         "--weights", default="auto", help="auto, float32, float16, bfloat16 or int4 (the embedded model)"

@@ -54,7 +54,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="TOKENS")
     parser.add_argument("--kv-dtype", default="float16", metavar="|".join(KV_DTYPES), help="stored by all systems")
     parser.add_argument("--model", default="embedded", metavar="NAME", help="embedded, a folder, or a hub name")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N or mps")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:N, mps, or spread: over all GPUs")
     parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     parser.add_argument("--seed", type=int, default=0, help="of systems that draw by lot")
     parser.add_argument("--no-chat", dest="chat", action="store_false", help="do not use the model's chat template")

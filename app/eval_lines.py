@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from app.task_names import task_label
+from app.texts import DEFAULT
+
 
 def heading(task: str, length: int, question: str) -> str:
     """Task, length, and where the question stands."""
+    named = task_label(task, DEFAULT)
     if task == "book":
-        return f"Running text, {length} tokens of prompt; score: the text's own next token is the likeliest"
+        return f"{named}, {length} tokens of prompt; score: the text's own next token is the likeliest"
     place = "asked after compression" if question == "after" else "asked inside the prompt"
-    return f"{task}, {length} tokens, {place}"
+    return f"{named}, {length} tokens, {place}"
 
 
 def lines(answer: Mapping[str, Any]) -> list[str]:

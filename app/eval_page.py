@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from app.eval_lines import heading
+from app.task_names import task_label
+from app.texts import DEFAULT
 from visuals.figures.pareto import ablation_figure, directions_figure, pareto_figure
 from visuals.report import Report, Section, render
 
@@ -75,7 +77,7 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
             ("degenerate", "degenerate"),
             ("note", "note"),
         )
-        sections.append(Section("Published benchmarks, answered in free words", (), columns, answer["answers"]))
+        sections.append(Section("Published benchmarks, answered in free words", (), columns, _named(answer["answers"])))
     if answer["rivals"]:
         columns = (
             ("rival", "rival"),
@@ -141,7 +143,7 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
         )
         for setting in dict.fromkeys(row["setting"] for row in answer["ablation"]):
             rows = [row for row in answer["ablation"] if row["setting"] == setting]
-            sections.append(Section(f"Ablation: {setting}", (), columns, rows, ablation_figure(rows)))
+            sections.append(Section(f"Ablation: {setting}", (), columns, _named(rows), ablation_figure(rows)))
     if diagnosis is not None:
         columns = (
             ("system", "policy"),
@@ -158,3 +160,8 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
     facts = [("model", str(answer["model"]))]
     facts += [(name, str(value)) for name, value in answer["machine"].items() if value is not None]
     return render(Report(f"QEvict Lab: {answer['suite']}", facts, sections, answer["left_out"]))
+
+
+def _named(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows whose task has its name for a reader, and its raw one."""
+    return [{**row, "task": task_label(str(row["task"]), DEFAULT)} for row in rows]

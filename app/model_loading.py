@@ -43,7 +43,7 @@ def load_sentences(models: LoadedModels, name: str, device: str, lang: str) -> I
                     lang,
                     "model.ready",
                     label=loaded.label,
-                    device=loaded.device,
+                    device=" + ".join(loaded.devices) or loaded.device,
                     dtype=loaded.dtype,
                     positions=loaded.max_positions,
                     seconds=f"{time.monotonic() - began:.1f}",

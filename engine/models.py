@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import socket
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 EMBEDDED = "embedded"
 DEVICES = ("auto", "cpu", "cuda", "mps")
+SPREAD = "spread"
+"""As a device: the layers are divided among all GPUs (by accelerate), and each layer's pools lie where the layer is."""
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 _NO_NETWORK = frozenset(
@@ -54,12 +57,13 @@ class LoadedModel:
         tokenizer: a fast tokenizer with a pad token.
         name: as the user named it; "embedded" is SmolLM2-135M-Instruct.
         label: for display.
-        device: "cpu", "cuda", "cuda:1", "mps".
+        device: "cpu", "cuda", "cuda:1", "mps"; of a model that is spread over several, the one that token ids go to.
         dtype: "float32", "float16" or "bfloat16".
         fingerprint: 16 hex digits of a SHA-256 over the configuration and a fixed sample of every weight.
         max_positions: longest sequence that the model was made for, in tokens.
         weights: form of the linear layers: "int4", "float16", "bfloat16", or the dtype where they are unchanged.
         weights_error: relative error of the logits that the form costs, None where it is exact.
+        devices: all that hold weights, in the order of the layers; one, unless the model is spread.
     """
 
     model: PreTrainedModel
@@ -72,6 +76,7 @@ class LoadedModel:
     max_positions: int
     weights: str = "float32"
     weights_error: float | None = None
+    devices: tuple[str, ...] = ()
 
 
 def load_model(
@@ -86,7 +91,8 @@ def load_model(
 
     Args:
         name: "embedded", a folder with a checkpoint, or a name on the hub ("owner/model").
-        device: "auto" takes cuda, else mps, else cpu; "cuda:1" names one of several.
+        device: "auto" takes cuda, else mps, else cpu; "cuda:1" names one of several; "spread" divides the layers among
+            all GPUs, for a model that one cannot hold.
         dtype: "auto" takes float32 on the CPU, the checkpoint's own elsewhere.
         weights: form of the linear layers, see `engine.weights`; "auto" takes the embedded model's own 4-bit codes on
             the CPU where they are faster and nobody asked for a dtype, and leaves every other model as it is.
@@ -119,9 +125,11 @@ def choose_device(device: str) -> str:
     """
     import torch
 
+    if device == SPREAD:
+        return _spread_ready()
     kind, _, index = device.partition(":")
     if kind not in DEVICES or (index and not (kind == "cuda" and index.isdigit())):
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)} or cuda:N, got {device!r}.")
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, {SPREAD} or cuda:N, got {device!r}.")
     present = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
@@ -133,6 +141,28 @@ def choose_device(device: str) -> str:
         there = ", ".join(kind for kind, there in present.items() if there)
         raise ConfigError(f"device must be one that this machine has ({there}), got {device!r}.")
     return device
+
+
+def _spread_ready() -> str:
+    """ "spread", where a model can be divided.
+
+    Raises:
+        ConfigError: fewer than two GPUs, or accelerate is not installed.
+    """
+    found = _count_gpus()
+    if found < 2:
+        raise ConfigError(
+            f"device {SPREAD!r} divides a model among GPUs and needs two of them; this machine has {found}."
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise ConfigError(f"device {SPREAD!r} needs the extra `spread`: pip install accelerate.")
+    return SPREAD
+
+
+def _count_gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _load_embedded(device: str, dtype: str, weights: str, progress: embedded.ProgressSink | None) -> LoadedModel:
@@ -200,10 +230,13 @@ def _load(
         _refuse_too_large(name, config, device, torch_dtype)
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
         tell(Progress("load", 1, 3))
-        model = _read_weights(name, where, torch_dtype, options)
+        model = _read_weights(name, where, torch_dtype, options | ({"device_map": "auto"} if device == SPREAD else {}))
         tell(Progress("load", 2, 3))
         moved: Any = model
-        moved.to(device).eval()
+        if device != SPREAD:
+            moved.to(device)
+        moved.eval()
+    devices = tuple(dict.fromkeys(str(weight.device) for weight in model.parameters()))
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     short_id = fingerprint(model)
@@ -215,12 +248,13 @@ def _load(
         tokenizer=tokenizer,
         name=name,
         label=label,
-        device=device,
+        device=device if device != SPREAD else str(model.get_input_embeddings().weight.device),
         dtype=str(torch_dtype).removeprefix("torch."),
         fingerprint=short_id,
         max_positions=max_positions(model.config),
         weights=settled.path,
         weights_error=settled.error,
+        devices=devices,
     )
     tell(Progress("load", 3, 3))
     return loaded
@@ -271,9 +305,10 @@ def _refuse_too_large(name: str, config: Any, device: str, torch_dtype: torch.dt
     need = int(sum(weight.numel() for weight in shape.parameters()) * torch_dtype.itemsize * _MEMORY_MARGIN)
     free = free_bytes(device)
     if free is not None and need > free:
+        has = "all GPUs together have" if device == SPREAD else f"{device} has"
         raise ModelTooLargeError(
-            f"the weights of {name} need {_gigabytes(need)} as {str(torch_dtype).removeprefix('torch.')}, but {device} "
-            f"has {_gigabytes(free)} free: choose a smaller model, a smaller dtype, or free some memory."
+            f"the weights of {name} need {_gigabytes(need)} as {str(torch_dtype).removeprefix('torch.')}, but {has} "
+            f"{_gigabytes(free)} free: choose a smaller model, a smaller dtype, or free some memory."
         )
 
 
@@ -284,6 +319,8 @@ def free_bytes(device: str) -> int | None:
     if device.startswith("cuda"):
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
+    if device == SPREAD:
+        return sum(int(torch.cuda.mem_get_info(index)[0]) for index in range(_count_gpus()))
     return host.free_memory_bytes()
 
 
