@@ -21,20 +21,18 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from torch import Tensor
 
 from engine.adapter import cache_keyword
-from engine.cache_layer import QEvictLayer
 from engine.config import QEvictConfig
 from engine.errors import OutOfMemoryError
 from engine.generate import numbered
 from engine.models import LoadedModel
 from engine.prefix import PrefixStore
 from engine.rope import find_rotary
+from engine.row_layer import attends_alone, beside_each_other
 from engine.run import WAITING, Run
 from engine.run_options import RunOptions
-from engine.tagged_layer import TaggedLayer
 from engine.trace import Progress, TraceEvent
 
 
@@ -193,12 +191,10 @@ class Batch:
         if len(shared) == 1:
             self._forward(shared, shared[0].cache)
         elif shared:
-            layers = zip(*(row.cache.layers for row in shared), strict=True)
-            self._forward(shared, Cache(layers=[RowLayer(parts) for parts in layers]))
+            self._forward(shared, beside_each_other([row.cache for row in shared]))
 
     def _can_share(self, cache: Any) -> bool:
-        """Whether every layer attends to its own keys: a stock layer's mask would depend on the other rows' lengths."""
-        return not self._rotation_grows and all(isinstance(layer, QEvictLayer) for layer in cache.layers)
+        return not self._rotation_grows and attends_alone(cache)
 
     @torch.inference_mode()
     def _forward(self, rows: Sequence[Row], cache: Any) -> None:
@@ -219,53 +215,3 @@ class Batch:
         seconds = time.perf_counter() - began
         for number, row in enumerate(rows):
             row.fed_with(logits[number], seconds, len(rows))
-
-
-class RowLayer(TaggedLayer):
-    """One model layer of several caches, one for each batch row."""
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        super().__init__()
-        self._layers = list(layers)
-        self._tagged: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Hands each cache its row."""
-        self._tagged = [
-            layer.update(key_states[number : number + 1], value_states[number : number + 1], *args, **kwargs)
-            for number, layer in enumerate(self._layers)
-        ]
-        return self.tag(key_states), value_states
-
-    def attend(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        position_ids: Tensor | None,
-    ) -> Tensor:
-        """Each row attends to its own cache: [B, H_q, 1, d] in and out."""
-        parts, self._tagged = self._tagged, []
-        outputs = [
-            layer.attend(
-                module,
-                query[number : number + 1],
-                own_key,
-                own_value,
-                None,
-                scale=scale,
-                softcap=softcap,
-                position_ids=None if position_ids is None else position_ids[number : number + 1],
-            )
-            for number, (layer, (own_key, own_value)) in enumerate(zip(self._layers, parts, strict=True))
-        ]
-        return torch.cat(outputs)
-
-    def get_seq_length(self, *args: Any) -> int:
-        """The longest row's."""
-        return max(int(layer.get_seq_length()) for layer in self._layers)

@@ -19,10 +19,13 @@ class OutputProbe:
     Args:
         layers: model layers to read. A model without `o_proj` modules yields empty tensors.
         every_token: read all tokens of a forward, not the newest alone.
+        every_row: read all batch rows, not the first alone.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: list[int], *, every_token: bool = False) -> None:
-        self._every_token = every_token
+    def __init__(
+        self, model: PreTrainedModel, layers: list[int], *, every_token: bool = False, every_row: bool = False
+    ) -> None:
+        self._every_token, self._every_row = every_token, every_row
         self._found: dict[int, Tensor] = {}
         self._handles: list[Any] = []
         self._modules: list[tuple[int, nn.Module, int]] = []
@@ -36,7 +39,9 @@ class OutputProbe:
         for index, projection, dim in self._modules:
 
             def look(_: nn.Module, inputs: tuple[Tensor, ...], index: int = index, dim: int = dim) -> None:
-                read = inputs[0][0] if self._every_token else inputs[0][0, -1]
+                read = inputs[0] if self._every_row else inputs[0][0]
+                if not self._every_token:
+                    read = read[..., -1, :]
                 self._found[index] = read.float().unflatten(-1, (-1, dim) if dim else (1, -1))
 
             self._handles.append(projection.register_forward_pre_hook(look))
@@ -50,9 +55,8 @@ class OutputProbe:
         self._handles.clear()
 
     def take(self) -> Tensor:
-        """float32 [layers, heads, d] of the last forward's newest token, or [layers, tokens, heads, d] of every token.
-
-        Forgets it.
+        """float32 [layers, heads, d] of the last forward's newest token, or [layers, tokens, heads, d] of every token;
+        rows are in front of tokens, where all are read. Forgets it.
         """
         rows = [self._found[index] for index in sorted(self._found)]
         self._found = {}

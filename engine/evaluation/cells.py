@@ -98,7 +98,10 @@ def _cost(group: Group, cells: list[Cell]) -> float:
     prompt, forced = len(group.item.prompt), len(group.item.forced)
     if isinstance(group, PolicyGroup):
         return 0.1 * prompt + 0.4 * forced + 80 * len(cells)
-    return prompt * (0.1 + 0.014 * len(cells)) + len(cells) * forced
+    reading = prompt * (0.1 + 0.014 * len(cells))
+    if isinstance(group, AnswerGroup):
+        return reading + len(cells) * forced
+    return reading + (0.5 + 0.25 * len(cells)) * forced  # fed side by side
 
 
 def cells_of(loaded: LoadedModel, suite: Suite, group: Group) -> list[Cell]:

@@ -1,8 +1,9 @@
 """One item, several systems: every system is fed the same tokens after one shared prompt, and scored against FullKV.
 
 The prompt runs once for all. FullKV sees the forced tokens in one forward; the others decode them one by one, as
-they would when generating; attention outputs are read at the same tokens. Greedy exactness needs no generation: an
-answer is exact where every one of its tokens is the likeliest under its own prefix. One sequence.
+they would when generating, side by side where they can; attention outputs are read at the same tokens. Greedy
+exactness needs no generation: an answer is exact where every one of its tokens is the likeliest under its own prefix.
+One sequence.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from engine.errors import BackendError, BudgetError, ConfigError, EngineError, P
 from engine.evaluation.items import MAIN, Item, Span
 from engine.models import LoadedModel
 from engine.prompt import PREFILL_CHUNK, prompt_parts
+from engine.row_layer import attends_alone, beside_each_other
 
 FULL = "fullkv"
 
@@ -82,6 +84,7 @@ class Outcome:
     """What one system did with one item. `infeasible` says why it could not; all else is empty then.
 
     bytes, share: persistent at the end, and over FullKV's in the same dtype at the same length. backend: what ran.
+    ms_per_token: None where it was decoded beside other systems.
     output_error_layers: the deciding span's output error of each managed layer.
     configuration: every parameter of the system and its budget in bytes, defaults included.
     """
@@ -146,35 +149,32 @@ def measure(
         at += len(part)
     full.settle()
     with OutputProbe(loaded.model, full.managed_layers, every_token=True) as probe:
-        truth = _forward(loaded, full, list(item.forced[:-1]), at).log_softmax(-1)
+        truth = _forward(loaded, full, list(item.forced[:-1]), at)[0].log_softmax(-1)
         true_outputs = probe.take()
-    outcomes: dict[int, Outcome] = {}
+    ready: list[tuple[int, Any]] = []
     for place, cache in caches:
         try:
             cache.settle()
+            ready.append((place, cache))
         except BudgetError as error:
             refused[place] = error
-            continue
-        logits, times, outputs = [], [], []
-        with OutputProbe(loaded.model, full.managed_layers) as probe:
-            for step, token in enumerate(item.forced[:-1]):
-                began = time.perf_counter()
-                logits.append(_forward(loaded, cache, [token], at + step)[0])
-                times.append(time.perf_counter() - began)
-                outputs.append(probe.take())
-        log_probs = torch.stack(logits).log_softmax(-1)
-        errors = relative_error(torch.stack(outputs, 1), true_outputs) if true_outputs.numel() else None
-        outcomes[place] = Outcome(
-            systems[place],
-            {name: score(log_probs, truth, item, span, errors) for name, span in item.spans.items()},
-            cache.persistent_bytes,
-            cache.persistent_bytes / shape.full_kv_bytes(total - 1),
-            sorted(times)[len(times) // 2] * 1e3 if times else None,
-            str(getattr(cache, "backend_name", "torch")),
-            output_error_layers=_layers(errors, item),
-            configuration=settings[place],
-        )
-        cache.forget()
+    outcomes: dict[int, Outcome] = {}
+    for group in _groups(ready):
+        taken = _decode(loaded, [cache for _, cache in group], item, at, full.managed_layers)
+        for row, (place, cache) in enumerate(group):
+            log_probs = taken.logits[:, row].log_softmax(-1)
+            errors = relative_error(taken.outputs[:, :, row], true_outputs) if true_outputs.numel() else None
+            outcomes[place] = Outcome(
+                systems[place],
+                {name: score(log_probs, truth, item, span, errors) for name, span in item.spans.items()},
+                cache.persistent_bytes,
+                cache.persistent_bytes / shape.full_kv_bytes(total - 1),
+                taken.ms_per_token,
+                str(getattr(cache, "backend_name", "torch")),
+                output_error_layers=_layers(errors, item),
+                configuration=settings[place],
+            )
+            cache.forget()
     for place, system in enumerate(systems):
         if place in refused:
             why = refused[place]
@@ -193,6 +193,39 @@ def measure(
                 configuration=settings[place],
             )
     return [outcomes[place] for place in range(len(systems))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """What decoding gave: logits [steps, rows, vocabulary], attention outputs [layers, steps, rows, heads, d]."""
+
+    logits: Tensor
+    outputs: Tensor
+    ms_per_token: float | None
+
+
+def _groups(ready: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
+    """Caches that are decoded in one forward each: those that attend by themselves together, any other one alone."""
+    together = [entry for entry in ready if attends_alone(entry[1])]
+    return [group for group in (together, *([entry] for entry in ready if entry not in together)) if group]
+
+
+def _decode(loaded: LoadedModel, caches: Sequence[Any], item: Item, at: int, layers: list[int]) -> _Taken:
+    """Feeds the forced tokens one by one, each to all caches at once.
+
+    Reading the weights is most of a step, so ten systems together take about a quarter of their time one by one. The
+    time of a token is then nobody's, and not told.
+    """
+    cache = caches[0] if len(caches) == 1 else beside_each_other(caches)
+    logits, times, outputs = [], [], []
+    with OutputProbe(loaded.model, layers, every_token=True, every_row=True) as probe:
+        for step, token in enumerate(item.forced[:-1]):
+            began = time.perf_counter()
+            logits.append(_forward(loaded, cache, [token], at + step, len(caches))[:, 0])
+            times.append(time.perf_counter() - began)
+            outputs.append(probe.take().squeeze(2))
+    median = sorted(times)[len(times) // 2] * 1e3 if times and len(caches) == 1 else None
+    return _Taken(torch.stack(logits), torch.stack(outputs, 1), median)
 
 
 def budget_of(system: System, shape: KVShape, prompt: int, new: int, kv_dtype: str) -> BudgetSpec | None:
@@ -255,16 +288,16 @@ def _layers(errors: Tensor | None, item: Item) -> tuple[float, ...]:
     return tuple(round(value, 6) for value in errors[:, span.begin - 1 : span.end - 1].mean(1).tolist())
 
 
-def _forward(loaded: LoadedModel, cache: Any, ids: list[int], at: int) -> Tensor:
-    """Logits float32 [tokens, vocabulary]."""
+def _forward(loaded: LoadedModel, cache: Any, ids: list[int], at: int, rows: int = 1) -> Tensor:
+    """Logits float32 [rows, tokens, vocabulary] of the same tokens in every row."""
     model = loaded.model
     output = model(
-        input_ids=torch.tensor([ids], device=model.device),
-        position_ids=torch.arange(at, at + len(ids), device=model.device)[None],
+        input_ids=torch.tensor([ids] * rows, device=model.device),
+        position_ids=torch.arange(at, at + len(ids), device=model.device)[None].expand(rows, -1),
         use_cache=True,
         **{cache_keyword(model): cache},
     )
-    logits: Tensor = output.logits[0].float()
+    logits: Tensor = output.logits.float()
     if logits.is_cuda:
         torch.cuda.synchronize()
     return logits
