@@ -39,7 +39,7 @@ def plan(loaded: Any, suite: Any, store: Any) -> dict[str, Any]:
         )
         cells = cells_of(loaded, suite, group)
         todo = [cell for cell in cells if cell_key(cell) not in store]
-        work += sum(part.cost for part in parts_of(group, todo))
+        work += sum(part.cost for part in parts_of(loaded, group, todo))
         line["items"] += 1
         line["cells"] += len(cells)
         line["finished"] += len(cells) - len(todo)

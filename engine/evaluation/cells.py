@@ -21,12 +21,15 @@ from engine.evaluation.items import Item
 from engine.evaluation.promotion import promotion_experiment
 from engine.evaluation.recording import record
 from engine.evaluation.sample import Sample
+from engine.model_shape import model_shape
 from engine.models import LoadedModel
 from engine.policies import simulate, standard_policies
 from engine.version import VERSION
 
-MOST_CACHES = 10
-"""Systems that hold one prompt at the same time: each stages it in full precision."""
+FEW_CACHES, MANY_CACHES = 10, 40
+STAGED_BYTES = 1 << 30
+"""Systems that hold one prompt at the same time: at least few, and up to many while what they stage in full precision
+stays below these bytes. Fewer means that a prompt is read more often."""
 FIGURES = 2
 """Part of an item cell's key: a cell that lacks a figure which is measured now is another cell. 2 has output errors."""
 
@@ -137,9 +140,13 @@ def cells_of(loaded: LoadedModel, suite: Suite, group: Group) -> list[Cell]:
     ]
 
 
-def parts_of(group: Group, cells: list[Cell]) -> list[Part]:
+def parts_of(loaded: LoadedModel, group: Group, cells: list[Cell]) -> list[Part]:
     """Some of a group's cells in the parts that are run together."""
-    most = len(cells) if isinstance(group, PolicyGroup) else MOST_CACHES
+    if isinstance(group, PolicyGroup):
+        most = len(cells)
+    else:
+        staged = model_shape(loaded, QEvictConfig(kv_dtype="model")).full_kv_bytes(len(group.item.prompt))
+        most = max(FEW_CACHES, min(MANY_CACHES, STAGED_BYTES // staged))
     chunks = [cells[begin : begin + most] for begin in range(0, len(cells), max(1, most))]
     return [Part(group, chunk, _cost(group, chunk)) for chunk in chunks]
 

@@ -78,7 +78,7 @@ def run_sweep(
     parts = [
         part
         for group, cells in work
-        for part in parts_of(group, [cell for cell in cells if cell_key(cell) not in store])
+        for part in parts_of(loaded, group, [cell for cell in cells if cell_key(cell) not in store])
     ]
     total = sum(len(cells) for _, cells in work)
     done = total - sum(len(part.cells) for part in parts)

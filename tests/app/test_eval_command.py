@@ -30,7 +30,7 @@ loaded, marker, forwards = tiny_loaded(positions=2048), Path(sys.argv[1]), [0]
 
 def wait(*_):
     forwards[0] += 1
-    if forwards[0] == 500:
+    if forwards[0] == 100:
         marker.touch()
         time.sleep(120)
 
@@ -38,7 +38,7 @@ loaded.model.register_forward_pre_hook(wait)
 engine.models.load_model = lambda name, **_: loaded
 sys.exit(main(sys.argv[2:]))
 """
-"""An evaluation that waits in its 500th forward, in the middle of its second item, to be killed."""
+"""An evaluation that waits in its 100th forward, in the middle of its second item, to be killed."""
 STORY = " ".join(f"On day {day} the ferry crossed the sound with {day * 7 % 31} crates." for day in range(90))
 
 
