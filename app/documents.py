@@ -44,6 +44,11 @@ class Document:
         """The whole text, without the newline at its end."""
         return (FOLDER / self.file).read_text(encoding="utf-8").rstrip("\n")
 
+    @property
+    def body(self) -> str:
+        """The text without the question that its last line asks."""
+        return self.text.rpartition("\n")[0].rstrip()
+
 
 @cache
 def load_documents() -> dict[str, Document]:

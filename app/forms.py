@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from app.documents import get_document
+from app.documents import get_document, load_documents
 from app.run_request import RunRequest
 from app.settings import Settings
 from app.texts import text
@@ -24,6 +24,8 @@ OWN_FILE = "own:file"
 FILE_LIMIT_KB = 256
 WINDOW_SIZES = (1, 2, 4, 8, 16, 32, 64)
 MAX_SEED = 2**31 - 1
+TITLE_CHARS = 80
+"""Of a question, in a run's title."""
 
 
 class FormError(EngineError, ValueError):
@@ -56,8 +58,14 @@ class RunForm:
             ConfigError: the engine refuses the settings together.
         """
         prompt, title = self.prompt()
+        question, document = self.question(), ""
+        if question:
+            prompt, document, title = question, self._document(prompt), _asked(question, title)
+            if len(prompt) + len(document) > self._settings.max_prompt_chars:
+                raise self._error("question_too_long", limit=self._settings.max_prompt_chars)
         return RunRequest(
             prompt=prompt,
+            document=document,
             config=self.config(),
             options=self.options(),
             model=self.model(),
@@ -84,6 +92,10 @@ class RunForm:
         if len(prompt) > self._settings.max_prompt_chars:
             raise self._error("prompt_too_long", limit=self._settings.max_prompt_chars)
         return prompt, title
+
+    def question(self) -> str:
+        """What is asked about the text, in one line; empty where the text is the whole prompt."""
+        return " ".join(str(self._values.get("question") or "").split())
 
     def config(self) -> QEvictConfig:
         """The preset's settings with the form's own laid over them."""
@@ -120,6 +132,11 @@ class RunForm:
         if not name:
             raise FormError(text(self._lang, "model.empty"))
         return name
+
+    def _document(self, prompt: str) -> str:
+        """The text that a question of the reader's is about: a sample's own question is not in it."""
+        sample = load_documents().get(str(self._values.get("document") or ""))
+        return prompt.strip() if sample is None else sample.body
 
     def _file(self) -> tuple[str, str]:
         given = self._values.get("file")
@@ -173,3 +190,9 @@ class RunForm:
 
     def _error(self, key: str, **values: object) -> FormError:
         return FormError(text(self._lang, f"error.{key}", **values))
+
+
+def _asked(question: str, title: str) -> str:
+    """A run's title: what was asked, and of which text."""
+    shown = question if len(question) <= TITLE_CHARS else f"{question[: TITLE_CHARS - 1].rstrip()}…"
+    return f"{shown} · {title}"

@@ -5,10 +5,12 @@ Knows neither layout nor where the words come from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any
 
 from app.compare_lines import notice_sentence
+from app.result_table import format_ms
 from app.run_watch import Standing
 from app.texts import text
 
@@ -66,11 +68,13 @@ EARLY_ENDS = {"stop": "status.early_stop", "interrupted": "status.early_stop", "
 
 
 def standing_sentence(now: Standing, lang: str, *, stopping: bool = False) -> str:
-    """One sentence on where a run stands."""
+    """One sentence on where a run stands; of a document that was asked about, one more at the end."""
     if now.state == "ended":
         if not now.tokens and now.why in EARLY_ENDS:
             return text(lang, EARLY_ENDS[now.why])
-        return text(lang, ENDS.get(now.why, "status.ended_interrupted"))
+        ended = text(lang, ENDS.get(now.why, "status.ended_interrupted"))
+        more = document_sentence(now.summary, lang)
+        return f"{ended} {more}" if more and not ended.endswith("\u3002") else ended + more
     if stopping:
         return text(lang, "status.stopping")
     if now.state == "queued":
@@ -103,3 +107,15 @@ def _queued(now: Standing, lang: str) -> str:
 def _count(number: int) -> str:
     """A count with thin spaces between thousands, the same in both languages."""
     return f"{number:,}".replace(",", "\u2009")
+
+
+def document_sentence(summary: Mapping[str, Any], lang: str) -> str:
+    """Whether a run's document was read or kept from before, and the time to the first token; empty without one."""
+    timing = summary.get("timing")
+    if not isinstance(timing, Mapping) or not timing.get("document_tokens") or not timing.get("ttft_ms"):
+        return ""
+    settings = summary.get("settings")
+    measured = isinstance(settings, Mapping) and settings.get("run_reference")
+    how = "used" if timing.get("prefix_used") else "reference" if measured else "read"
+    tokens, time = _count(timing["document_tokens"]), format_ms(timing["ttft_ms"], lang)
+    return text(lang, f"status.document_{how}", tokens=tokens, time=time)

@@ -123,6 +123,8 @@ def _timing_rows(summary: Mapping[str, Any], lang: str) -> list[Row]:
         out.append((say("rate"), f"{timing['tokens_per_s']:.1f}", how))
     if _number(timing.get("ttft_ms")):
         how = say("ttft_how", tokens=timing.get("prompt_tokens", "?"))
+        if timing.get("prefix_used"):
+            how = say("ttft_kept_how", tokens=timing.get("prompt_tokens", "?"), kept=timing.get("document_tokens", "?"))
         out.append((say("ttft"), format_ms(timing["ttft_ms"], lang), how))
     if _number(timing.get("tpot_ms")):
         out.append((say("tpot"), format_ms(timing["tpot_ms"], lang), say("tpot_how")))

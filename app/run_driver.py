@@ -66,6 +66,11 @@ class Driver:
         """Whether runs may share forwards here: only those of our own engine, on a device of our own."""
         return self._settings.batch > 1 and self._engine is None and self._zero is None
 
+    @property
+    def keeps_documents(self) -> bool:
+        """Whether a document that was read is kept here for the next question about it."""
+        return self._settings.prefix_mb > 0 and self._engine is None and self._zero is None
+
     def load(self, run: Run) -> Any:
         """The run's model; None where another process loads it.
 
@@ -189,7 +194,7 @@ class Driver:
         return named
 
     def _shelf(self, run: Run) -> Any:
-        if self._engine is not None or self._zero is not None:
+        if not self.keeps_documents:
             return None
         if self._prefixes is None:
             from app.prefixes import Prefixes
@@ -258,10 +263,12 @@ def _with_budget(run: Run, make: Callable[[QEvictConfig], Made]) -> Made:
         try:
             return make(config)
         except BudgetError as error:
-            if not request.raise_budget or attempt == 2 or not 0.0 < error.smallest_share <= 1.0:
+            # A text of a few windows does not fit any share: what is kept whole needs no window to spare.
+            least = min(1.0, error.smallest_share)
+            if not request.raise_budget or attempt == 2 or least <= 0.0 or config.kv_budget == 1.0:
                 raise
             asked = config.kv_budget
-            config = config.replace(kv_budget=error.smallest_share, kv_budget_bytes=None)
+            config = config.replace(kv_budget=least, kv_budget_bytes=None)
             run.notices[:] = [
                 *run.notices,
                 text(

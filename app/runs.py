@@ -184,6 +184,11 @@ class RunManager:
         return len(before) + len(active), None if wait is None else round(wait, 1)
 
     @property
+    def keeps_documents(self) -> bool:
+        """Whether a second question about a document need not read it again."""
+        return self._driver.keeps_documents
+
+    @property
     def active(self) -> str | None:
         """Session that has had the device longest of those that have it now."""
         with self._changed:

@@ -22,7 +22,8 @@ from app.run_request import RunRequest, check
 from app.sessions import Sessions, new_session_id
 from app.settings import Settings
 from app.store_file import StoreError
-from engine.errors import EngineError, PromptError, TraceError
+from engine.config import QEvictConfig
+from engine.errors import BudgetError, EngineError, PromptError, TraceError
 from engine.trace import EndEvent, ErrorEvent, Progress, RunMeta, StepEvent, TraceEvent, encode
 from presets.loader import load_preset
 
@@ -84,15 +85,20 @@ def run(arguments: argparse.Namespace) -> int:
     options = RunOptions(**options_of(arguments))
     try:
         with _stop_on_ctrl_c() as stopped:
-            events = generate(
-                loaded,
-                request.prompt,
-                request.config,
-                options,
-                session=session,
-                should_stop=stopped,
-                document=document,
-            )
+
+            def begin(config: QEvictConfig) -> Iterator[TraceEvent]:
+                return generate(
+                    loaded,
+                    request.prompt,
+                    config,
+                    options,
+                    session=session,
+                    should_stop=stopped,
+                    document=document,
+                )
+
+            named = arguments.kv_budget is not None or arguments.kv_budget_bytes is not None
+            events = begin(request.config) if named else _within_reach(begin, request.config)
             return follow(events, as_json=arguments.json, max_new_tokens=options.max_new_tokens, record=record)
     except EngineError as error:
         if record is not None:
@@ -101,6 +107,26 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if record is not None:
             record.close()
+
+
+def _within_reach(begin: Callable[[QEvictConfig], Iterator[TraceEvent]], config: QEvictConfig) -> Iterator[TraceEvent]:
+    """A run under a budget that nobody named: one that is too small for a short text is raised, and that is said."""
+    asked, attempts = config.kv_budget, 3
+    while True:
+        events = begin(config)
+        try:
+            first = next(events)
+            break
+        except BudgetError as error:
+            attempts -= 1
+            least = min(1.0, error.smallest_share)
+            if not attempts or least <= 0.0 or config.kv_budget == 1.0:
+                raise
+            config = config.replace(kv_budget=least)
+    if config.kv_budget != asked:
+        say(f"a budget of {asked:.0%} cannot hold sink, recent and one window here: raised to {config.kv_budget:.2%}.")
+    yield first
+    yield from events
 
 
 def request_of(arguments: argparse.Namespace) -> RunRequest:

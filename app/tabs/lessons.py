@@ -21,8 +21,15 @@ from visuals.replay import lean_script
 
 SCRIPTS = ("js/lessons.js", "js/tier_lesson.js", "js/lessons_class.js")
 BOARD = "qe-lesson-board"
-RUN_FIELDS = {"new_tokens": 200, "temperature": 0.8, "seed": 1, "ignore_eos": True}
-"""How the bundled runs were generated, by the form's fields."""
+RUN_FIELDS = {
+    "new_tokens": 200,
+    "temperature": 0.8,
+    "seed": 1,
+    "ignore_eos": True,
+    "reference": True,
+    "question": "",
+}
+"""How the bundled runs were generated, by the form's fields: the document alone, measured against FullKV."""
 
 _ON_LOAD = """
 new IntersectionObserver((seen, watch) => {

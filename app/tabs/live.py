@@ -45,7 +45,7 @@ class LiveTab:
     def __init__(self, context: AppContext, labels: Labels, lang: gr.State) -> None:
         self._context = context
         self._lang = lang
-        self._panel = RunPanel(context.settings, labels)
+        self._panel = RunPanel(context.settings, labels, keeps=context.runs.keeps_documents)
         self._stopping: set[str] = set()
         self.session = gr.State("")
 

@@ -32,6 +32,20 @@ PRESET_FIELDS = (
     "backend",
 )
 """The fields that choosing a preset fills in, by their names in `QEvictConfig`."""
+QUESTION_CHARS = 500
+SWITCH_REFERENCE = """(question, on) => {
+  const asks = !!question.trim();
+  const page = window.qePage;
+  if (asks === !!page.asks) return on;
+  page.asks = asks;
+  if (!asks) return on || page.measured;
+  page.measured = on;
+  return false;
+}"""
+"""A question's first letter switches the reference off, since it would read a kept document again; without a
+question it is as it was before. Whoever switches it on in between keeps it."""
+PRESS_RUN = "() => document.getElementById('qe-run').click()"
+"""Return in the question does what the button does, which may be switched off."""
 
 
 class RunPanel:
@@ -40,12 +54,14 @@ class RunPanel:
     Args:
         settings: the server's limits.
         labels: gets every component that shows words.
+        keeps: whether documents are kept here for the next question.
 
     `fields` are the inputs by the names that `RunForm` reads.
     """
 
-    def __init__(self, settings: Settings, labels: Labels) -> None:
+    def __init__(self, settings: Settings, labels: Labels, *, keeps: bool) -> None:
         self._settings = settings
+        self._keeps = keeps
         self._labels = labels
         self.fields: dict[str, Any] = {}
 
@@ -56,6 +72,7 @@ class RunPanel:
                 gr.HTML(_panel_heading(DEFAULT), padding=False), lambda lang: {"value": _panel_heading(lang)}
             )
             self._build_document()
+            self._build_question()
             self._build_essentials()
             with gr.Row(elem_classes="qe-actions"):
                 self.run = self._labels.bind(
@@ -79,6 +96,10 @@ class RunPanel:
             [fields["own_text"], fields["file"], self.reader, self.document_text],
             **quiet,
         )
+        if self._keeps:
+            asking = [fields["question"], fields["reference"]]
+            fields["question"].change(None, asking, fields["reference"], js=SWITCH_REFERENCE, **quiet)
+        fields["question"].submit(None, None, None, js=PRESS_RUN, **quiet)
         fields["preset"].input(fill_preset, fields["preset"], [fields[name] for name in PRESET_FIELDS], **quiet)
 
     def _field(self, name: str, component: Any, *, info: bool = False) -> Any:
@@ -107,7 +128,7 @@ class RunPanel:
         self.fields["own_text"] = self._labels.bind(
             gr.Textbox(
                 label=text(DEFAULT, "form.own_text_label"),
-                placeholder=text(DEFAULT, "form.own_text_placeholder"),
+                placeholder=text(DEFAULT, "form.own_text_live_placeholder"),
                 lines=6,
                 max_lines=10,
                 max_length=self._settings.max_prompt_chars,
@@ -116,7 +137,7 @@ class RunPanel:
                 elem_id="qe-own-text",
             ),
             label="form.own_text_label",
-            placeholder="form.own_text_placeholder",
+            placeholder="form.own_text_live_placeholder",
         )
         self.fields["file"] = self._labels.bind_with(
             gr.File(
@@ -135,6 +156,27 @@ class RunPanel:
             label="form.view_text",
         ) as self.reader:
             self.document_text = gr.HTML(_document_html(DEFAULT_DOCUMENT), padding=False)
+
+    def _build_question(self) -> None:
+        """The question is a field of its own, so that the document before it is the same in the next run."""
+        self.fields["question"] = self._labels.bind(
+            gr.Textbox(
+                label=text(DEFAULT, "form.question"),
+                placeholder=text(DEFAULT, "form.question_placeholder"),
+                lines=1,
+                max_lines=1,
+                max_length=min(QUESTION_CHARS, self._settings.max_prompt_chars),
+                elem_classes="qe-field",
+                elem_id="qe-question",
+            ),
+            label="form.question",
+            placeholder="form.question_placeholder",
+        )
+        key = "form.question_kept" if self._keeps else "form.question_not_kept"
+        self._labels.bind_with(
+            gr.HTML(hint_html(text(DEFAULT, key)), padding=False, elem_id="qe-question-hint"),
+            lambda lang: {"value": hint_html(text(lang, key))},
+        )
 
     def _build_essentials(self) -> None:
         presets = load_presets()

@@ -31,6 +31,7 @@ QUICK: Final = (
     System("qevict", 0.05),
     System("qevict-r1", 0.20),
     System("qevict-r2", 0.20),
+    System("qevict-decayed", 0.20),
     System("streamingllm", 0.20),
     System("snapkv", 0.20),
     System("h2o", 0.20),
@@ -41,12 +42,14 @@ MATCHED: Final = (
     "qevict-r1",
     "qevict-r2",
     "qevict-int4",
+    "qevict-decayed",
     "streamingllm",
     "snapkv",
     "adakv",
+    "layer-defensivekv",
     "h2o",
 )
-AT_TWENTY: Final = ("qevict-r4", "qevict-no-promotion", "layer-defensivekv", "zipcache", "random")
+AT_TWENTY: Final = ("qevict-r4", "qevict-no-promotion", "zipcache", "random")
 OWN_POINT: Final = ("kivi-2", "kivi-4")
 """Quantizers run at an operating point of their own; QEvict is matched to the bytes of each."""
 ABLATIONS: Final[dict[str, tuple[str, tuple[Any, ...], Any]]] = {
@@ -75,7 +78,7 @@ def quick(loaded: LoadedModel, texts: Sequence[Text], *, seed: int = 0, kv_dtype
     )
     left_out = [
         "budgets of 5 and 10 % for the rivals; quotation, labels and drift; contexts above 768 tokens: see eval full",
-        "AdaKV, CriticalKV, DefensiveKV, ZipCache, KVQuant, KIVI-4: see eval full, or qevict compare",
+        "AdaKV, CriticalKV, DefensiveKV, LayerDefensiveKV, ZipCache, KVQuant, KIVI-4: see eval full, or qevict compare",
         "RULER, LongBench and GSM8K: a 135M model is at their floor",
         "speed: see qevict bench",
     ]

@@ -212,6 +212,16 @@ def test_what_the_engine_refuses_is_said_the_same_way(
     assert main([*RUN]) == 0
 
 
+def test_a_short_prompt_needs_no_budget_of_its_own(
+    tiny: list[str], data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = ["run", "--prompt", "moon", "--max-new-tokens", "3", "--no-chat", "--no-save"]
+    assert main(short) == 0
+    assert "cannot hold sink, recent and one window here: raised to 100.00%" in capsys.readouterr().err
+    assert main([*short, "--kv-budget", "0.2"]) == 2  # whoever names one gets that one or an answer
+    assert "smallest feasible is" in capsys.readouterr().err
+
+
 def test_wrong_input_and_help_are_quick_because_torch_stays_out() -> None:
     code = "import sys; from app.cli import main; main(['run', '--prompt', '']); sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)

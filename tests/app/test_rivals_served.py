@@ -120,6 +120,16 @@ def test_a_chat_with_a_rival_raises_a_budget_that_is_too_small(client: openai.Op
     assert answer.usage.model_extra["kv"]["kv_budget"] > 0.02
 
 
+@pytest.mark.parametrize("name", ["qevict", "snapkv", "streamingllm", "h2o"])
+def test_a_text_too_short_for_its_budget_gets_a_larger_one(client: openai.OpenAI, name: str) -> None:
+    said = client.completions.create(
+        model="tiny", prompt="moon", max_tokens=3, temperature=0.0, extra_body={"system": name, "kv_budget": 0.2}
+    )
+    assert said.usage is not None and said.usage.completion_tokens == 3
+    kv = said.usage.model_dump()["kv"]
+    assert 0.2 < kv["kv_budget"] <= 1.0 and (name != "qevict" or kv["kv_budget"] == 1.0)
+
+
 def test_a_run_takes_a_system_as_well(server: Server) -> None:
     sid = server.start(STORY, system="h2o", config={"kv_budget": 0.4}, options={"max_new_tokens": 16})
     assert server.context.runs.wait(sid, 60)
