@@ -20,6 +20,7 @@ SYSTEMS: Mapping[str, Mapping[str, Any]] = {
     "qevict-int4": {"bits": 4},
     "qevict-no-promotion": {"promotion": False},
     "qevict-decayed": {"ranker": "decayed"},
+    "qevict-recent": {"local_share": 0.5, "quant_share": 0.9},
 }
 """QEvict and its variants: what each changes in the settings."""
 

@@ -45,6 +45,7 @@ _SYSTEMS: tuple[tuple[str, type[Rival], dict[str, Any]], ...] = (
     ("qevict-int4", QEvict, {"bits": 4}),
     ("qevict-no-promotion", QEvict, {"promotion": False}),
     ("qevict-decayed", QEvict, {"ranker": "decayed"}),
+    ("qevict-recent", QEvict, {"local_share": 0.5, "quant_share": 0.9}),
     ("oracle-past", PastOracle, {}),
     ("oracle-future", FutureOracle, {}),
     ("streamingllm", StreamingLLM, {}),

@@ -23,7 +23,7 @@ def test_the_presets_of_the_paper_and_its_variants_are_there() -> None:
     names = list(load_presets())
     assert names[0] == DEFAULT == "paper-20"
     variants = {"paper-05", "paper-10", "paper-20", "paper-long", "r1", "r2", "r3", "r4", "int4", "promotion-off"}
-    variants |= {"decayed-20", "decayed-10"}
+    variants |= {"decayed-20", "decayed-10", "recent-20", "recent-10"}
     assert set(names) == variants | {f"q-{n}0" for n in range(1, 10)} | {"w-4", "w-8", "w-16", "w-32"}
 
 
@@ -41,6 +41,8 @@ def test_the_presets_of_the_paper_and_its_variants_are_there() -> None:
         ("int4", {"bits": 4}),
         ("promotion-off", {"promotion": False}),
         ("decayed-20", {"ranker": "decayed"}),
+        ("recent-20", {"local_share": 0.5, "quant_share": 0.9}),
+        ("recent-10", {"local_share": 0.5, "quant_share": 0.9, "kv_budget": 0.1}),
         ("decayed-10", {"ranker": "decayed", "kv_budget": 0.1}),
         ("q-30", {"quant_share": 0.3}),
         ("w-16", {"window_size": 16}),
