@@ -67,6 +67,10 @@ def lines(answer: Mapping[str, Any]) -> list[str]:
         ]
         for row in answer["rivals"]:
             out.append(f"  {row['kv_budget']:.0%} {row['rival']:<20}{_three(row)}")
+    if answer["variants"]:
+        out += ["", "Variants of QEvict less each evicting rival at the same bytes, paired"]
+        for row in answer["variants"]:
+            out.append(f"  {row['kv_budget']:.0%} {row['system']:<16}{row['rival']:<20}{_three(row)}")
     if answer["quantizers"]:
         out += ["", "QEvict at each quantizer's bytes less the quantizer, paired"]
         for row in answer["quantizers"]:

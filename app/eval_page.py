@@ -84,14 +84,18 @@ def page(answer: Mapping[str, Any], diagnosis: Mapping[str, Any] | None) -> str:
             ("kv_budget", "budget"),
             ("tasks", "tasks"),
             ("items", "items"),
-            ("score_difference", "score, QEvict − rival"),
-            ("verdict_score", "QEvict scores higher"),
-            ("kl_difference", "KL, QEvict − rival"),
-            ("verdict_kl", "QEvict is nearer to FullKV"),
-            ("error_difference", "output error, QEvict − rival"),
-            ("verdict_error", "QEvict's outputs are nearer"),
+            ("score_difference", "score, ours − rival"),
+            ("verdict_score", "ours scores higher"),
+            ("kl_difference", "KL, ours − rival"),
+            ("verdict_kl", "ours is nearer to FullKV"),
+            ("error_difference", "output error, ours − rival"),
+            ("verdict_error", "our outputs are nearer"),
         )
         sections.append(Section("QEvict against each evicting rival", columns=columns, rows=answer["rivals"]))
+        if answer["variants"]:
+            named = (("system", "variant"), *columns)
+            title = "Variants of QEvict against each evicting rival"
+            sections.append(Section(title, columns=named, rows=answer["variants"]))
     if answer["quantizers"]:
         columns = (
             ("rival", "quantizer"),

@@ -22,6 +22,8 @@ FLOOR = 0.10
 """A task counts as impossible for a model whose full cache scores below this, or below twice chance."""
 RIVALS = ("streamingllm", "snapkv", "adakv", "criticalkv", "critical-adakv", "defensivekv", "layer-defensivekv", "h2o")
 """Systems that evict and never recover."""
+VARIANTS = ("qevict-recent", "qevict-decayed")
+"""QEvict with settings of this project, beside the article's."""
 
 
 def score_table(rows: Iterable[Row]) -> list[dict[str, Any]]:
@@ -151,9 +153,9 @@ def pareto_points(table: Sequence[Row], *, figure: str = "kl", task: str = "book
     ]
 
 
-def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """QEvict against each evicting rival at the same budget: scores over all tasks that FullKV can do, and on text KL
-    and output error.
+def rival_differences(rows: Iterable[Row], system: str = "qevict") -> list[dict[str, Any]]:
+    """QEvict, or a variant, against each evicting rival at the same budget: scores over all tasks that FullKV can do,
+    and on text KL and output error.
 
     The macro difference is the mean over tasks of paired differences; items are resampled within their task.
     """
@@ -167,11 +169,11 @@ def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
             for key, cells in groups.items():
                 if key not in able:
                     continue
-                differences = _differences(cells, share, rival, task_info(key[0]).score)
+                differences = _differences(cells, share, (system, rival), task_info(key[0]).score)
                 if differences:
                     per_task.append(differences)
             books = [cell for key, cells in groups.items() if key[0] == "book" for cell in cells]
-            nearer, errors = (_differences(books, share, rival, figure) for figure in ("kl", "output_error"))
+            nearer, errors = (_differences(books, share, (system, rival), figure) for figure in ("kl", "output_error"))
             if not per_task and not nearer:
                 continue
             macro = stratified(per_task) if per_task else None
@@ -180,6 +182,7 @@ def rival_differences(rows: Iterable[Row]) -> list[dict[str, Any]]:
             found.append(
                 {
                     "kv_budget": share,
+                    "system": system,
                     "rival": rival,
                     "tasks": len(per_task),
                     "items": sum(len(values) for values in per_task),
@@ -324,9 +327,9 @@ def _paired(
     return difference(ours, [theirs[cell["prompt_hash"]] for cell in shared]).to_dict()
 
 
-def _differences(cells: Iterable[Row], share: float, rival: str, figure: str) -> list[float]:
-    """Per item: QEvict's figure less the rival's at the same budget."""
-    values: dict[str, dict[str, float]] = {"qevict": {}, rival: {}}
+def _differences(cells: Iterable[Row], share: float, pair: tuple[str, str], figure: str) -> list[float]:
+    """Per item: the first system's figure less the second's at the same budget."""
+    values: dict[str, dict[str, float]] = {name: {} for name in pair}
     for cell in cells:
         if (
             cell["system"] in values
@@ -336,7 +339,8 @@ def _differences(cells: Iterable[Row], share: float, rival: str, figure: str) ->
             and cell["scores"][MAIN].get(figure) is not None
         ):
             values[cell["system"]][cell["prompt_hash"]] = float(cell["scores"][MAIN][figure])
-    return [values["qevict"][i] - values[rival][i] for i in sorted(set(values["qevict"]) & set(values[rival]))]
+    ours, theirs = (values[name] for name in pair)
+    return [ours[item] - theirs[item] for item in sorted(set(ours) & set(theirs))]
 
 
 def _median(values: list[float]) -> float | None:

@@ -73,7 +73,7 @@ def test_one_task_is_measured_kept_and_reported(place: Path, capsys: pytest.Capt
     answer = json.loads(capsys.readouterr().out)
     assert answer["ran_now"] == 6 and answer["missing"] == 0
     assert [line["label"] for line in answer["scores"]] == ["fullkv", "h2o 40%", "qevict 40%"]
-    assert answer["rivals"][0]["rival"] == "h2o" and answer["pareto"][0]["share"] == 1.0
+    assert answer["variants"] == [] and answer["rivals"][0]["rival"] == "h2o" and answer["pareto"][0]["share"] == 1.0
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert "0 of them now" in shown and "qevict 40%" in shown

@@ -70,6 +70,15 @@ def test_an_infeasible_cell_names_the_smallest_budget() -> None:
     assert (line["n"], line["infeasible"], line["smallest_share"]) == (0, "too small", 0.08)
 
 
+def test_a_variant_is_compared_with_the_rivals_and_not_mixed_with_the_articles_settings() -> None:
+    full = items("fullkv", [1.0] * 12, share=None)
+    rows = full + items("qevict", [0.0] * 12) + items("qevict-recent", [1.0] * 12) + items("h2o", [0.0] * 12)
+    (plain,), (variant,) = rival_differences(rows), rival_differences(rows, "qevict-recent")
+    assert (plain["system"], plain["score_difference"]["mean"]) == ("qevict", 0.0)
+    assert (variant["system"], variant["rival"], variant["score_difference"]["mean"]) == ("qevict-recent", "h2o", 1.0)
+    assert rival_differences(rows, "qevict-decayed") == []
+
+
 def test_rivals_are_compared_item_by_item_and_contradictions_are_named() -> None:
     full = items("fullkv", [1.0] * 12, share=None)
     ours, theirs = items("qevict", [1.0] * 10 + [0.0] * 2), items("h2o", [0.0] * 10 + [0.0] * 2)
