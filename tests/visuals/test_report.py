@@ -59,3 +59,17 @@ def test_the_page_stands_alone_and_escapes_what_it_shows() -> None:
 )
 def test_numbers(value: object, shown: str) -> None:
     assert number(value) == shown
+
+
+def test_a_legend_of_many_systems_does_not_take_the_plots_room() -> None:
+    def height(systems: int) -> int | None:
+        points = [
+            {"label": f"s{i}", "system": f"s{i}", "share": 0.2, "value": 0.1 * i, "low": None, "high": None, "n": 20}
+            for i in range(systems)
+        ]
+        found: int | None = pareto_figure(points).layout.height
+        return found
+
+    assert height(3) is None
+    six, sixteen = height(6), height(16)
+    assert six is not None and sixteen is not None and sixteen - six == 5 * 21

@@ -26,6 +26,10 @@ WORDS: Final[dict[str, str]] = {
     "difference": "difference, should be below 0",
     "nothing": "nothing to show yet",
 }
+LEGEND_COLUMNS: Final = 2
+LEGEND_LINE: Final = 21
+PLOT_HEIGHT: Final = 330
+"""Pixels of a line of the legend, and of the plot with its axes above it."""
 LOWER_IS_BETTER: Final = frozenset({"kl", "nll", "perplexity", "output_error"})
 
 
@@ -88,6 +92,10 @@ def pareto_figure(
             line={"color": colors.ink, "dash": "dot", "width": 1},
             hoverinfo="skip",
         )
+    rows = -(-len(out.data) // LEGEND_COLUMNS)
+    if rows > 2:
+        # A legend of many systems would take the plot's room and hide its own end behind a scroll bar.
+        out.update_layout(height=PLOT_HEIGHT + LEGEND_LINE * rows)
     return note_if_empty(out, theme, say(words, WORDS, "nothing"))
 
 
