@@ -11,7 +11,8 @@ import pytest
 
 from tests.browser.server import ServerProcess
 
-EVENTS = 90
+EVENTS = 240
+"""Twenty seconds: a busy machine may show the page some of them late."""
 PER_SECOND = 12.0
 CROWDED = 2.0
 """Load per core from which on dropped frames say more about the machine than about the page."""
@@ -44,7 +45,13 @@ def test_twelve_events_a_second_in_the_page(
         page.wait_for_function(f"window.qeBoards && {BOARD} && {BOARD}.index >= 0", timeout=60_000)
         page.evaluate(f"{BOARD}.pause()")
         page.click("#qe-run")
-        page.wait_for_function(f"{BOARD}.source && {BOARD}.index >= 5", timeout=60_000)
+        try:
+            page.wait_for_function(f"{BOARD}.source && {BOARD}.index >= 5", timeout=60_000)
+        except Exception as error:
+            state = page.evaluate(f"[{BOARD}.index, !!{BOARD}.source, !!{BOARD}.trace.end, document.visibilityState]")
+            raise AssertionError(
+                f"{state}, {page.locator('#qe-status').all_inner_texts()}, {len(heard)} heard"
+            ) from error
         before = page.evaluate(f"[{BOARD}.index, performance.now()]")
         stretches = [page.evaluate(FRAMES, 1500) for _ in range(3)]
         after = page.evaluate(f"[{BOARD}.index, performance.now()]")
