@@ -50,7 +50,7 @@ def test_twelve_events_a_second_in_the_page(
         except Exception as error:
             state = page.evaluate(f"[{BOARD}.index, !!{BOARD}.source, !!{BOARD}.trace.end, document.visibilityState]")
             raise AssertionError(
-                f"{state}, {page.locator('#qe-status').all_inner_texts()}, {len(heard)} heard"
+                f"{state}, {page.locator('#qe-live-status').all_inner_texts()}, {len(heard)} heard"
             ) from error
         before = page.evaluate(f"[{BOARD}.index, performance.now()]")
         stretches = [page.evaluate(FRAMES, 1500) for _ in range(3)]
