@@ -10,13 +10,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from app.budget_reach import within_reach
 from app.loaded_models import LoadedModels
 from app.messages_prompt import document_of, render
 from app.run_state import Run
 from app.settings import Settings
 from app.texts import text
 from app.zero_gpu import ZeroGpu
-from engine.errors import BudgetError
 from engine.trace import EndEvent, ErrorEvent, Progress, RunMeta, TraceEvent
 
 if TYPE_CHECKING:
@@ -259,23 +259,13 @@ def _with_budget(run: Run, make: Callable[[QEvictConfig], Made]) -> Made:
     """What `make` makes of the run's settings; raises a budget that is too small, if that was asked for."""
     request = run.request
     config = request.config
-    for attempt in range(3):
-        try:
-            return make(config)
-        except BudgetError as error:
-            # A text of a few windows does not fit any share: what is kept whole needs no window to spare.
-            least = min(1.0, error.smallest_share)
-            if not request.raise_budget or attempt == 2 or least <= 0.0 or config.kv_budget == 1.0:
-                raise
-            asked = config.kv_budget
-            config = config.replace(kv_budget=least, kv_budget_bytes=None)
-            run.notices[:] = [
-                *run.notices,
-                text(
-                    request.lang,
-                    "notice.budget_raised",
-                    asked=f"{asked:.1%}" if request.config.kv_budget_bytes is None else "?",
-                    used=f"{config.kv_budget:.2%}",
-                ),
-            ]
-    raise RuntimeError("unreachable")
+    if not request.raise_budget:
+        return make(config)
+    made, used = within_reach(make, config)
+    if used is not config:
+        asked = f"{config.kv_budget:.1%}" if config.kv_budget_bytes is None else "?"
+        run.notices[:] = [
+            *run.notices,
+            text(request.lang, "notice.budget_raised", asked=asked, used=f"{used.kv_budget:.2%}"),
+        ]
+    return made

@@ -11,19 +11,21 @@ import json
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
+from app.budget_reach import within_reach
 from app.cli import INTERRUPTED, OK, WRONG_INPUT, CommandError, plain, say
 from app.run_request import RunRequest, check
 from app.sessions import Sessions, new_session_id
 from app.settings import Settings
 from app.store_file import StoreError
 from engine.config import QEvictConfig
-from engine.errors import BudgetError, EngineError, PromptError, TraceError
+from engine.errors import EngineError, PromptError, TraceError
 from engine.trace import EndEvent, ErrorEvent, Progress, RunMeta, StepEvent, TraceEvent, encode
 from presets.loader import load_preset
 
@@ -87,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         with _stop_on_ctrl_c() as stopped:
 
             def begin(config: QEvictConfig) -> Iterator[TraceEvent]:
-                return generate(
+                events = generate(
                     loaded,
                     request.prompt,
                     config,
@@ -96,9 +98,18 @@ def run(arguments: argparse.Namespace) -> int:
                     should_stop=stopped,
                     document=document,
                 )
+                return chain([next(events)], events)
 
-            named = arguments.kv_budget is not None or arguments.kv_budget_bytes is not None
-            events = begin(request.config) if named else _within_reach(begin, request.config)
+            asked = request.config
+            if arguments.kv_budget is not None or arguments.kv_budget_bytes is not None:
+                events = begin(asked)
+            else:
+                events, used = within_reach(begin, asked)
+                if used is not asked:
+                    say(
+                        f"a budget of {asked.kv_budget:.0%} cannot hold sink, recent and one window here: "
+                        f"raised to {used.kv_budget:.2%}."
+                    )
             return follow(events, as_json=arguments.json, max_new_tokens=options.max_new_tokens, record=record)
     except EngineError as error:
         if record is not None:
@@ -107,26 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         if record is not None:
             record.close()
-
-
-def _within_reach(begin: Callable[[QEvictConfig], Iterator[TraceEvent]], config: QEvictConfig) -> Iterator[TraceEvent]:
-    """A run under a budget that nobody named: one that is too small for a short text is raised, and that is said."""
-    asked, attempts = config.kv_budget, 3
-    while True:
-        events = begin(config)
-        try:
-            first = next(events)
-            break
-        except BudgetError as error:
-            attempts -= 1
-            least = min(1.0, error.smallest_share)
-            if not attempts or least <= 0.0 or config.kv_budget == 1.0:
-                raise
-            config = config.replace(kv_budget=least)
-    if config.kv_budget != asked:
-        say(f"a budget of {asked:.0%} cannot hold sink, recent and one window here: raised to {config.kv_budget:.2%}.")
-    yield first
-    yield from events
 
 
 def request_of(arguments: argparse.Namespace) -> RunRequest:
