@@ -38,10 +38,8 @@ class RowLayer(TaggedLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Hands each cache its row."""
-        self._tagged = [
-            layer.update(key_states[number : number + 1], value_states[number : number + 1], *args, **kwargs)
-            for number, layer in enumerate(self._layers)
-        ]
+        rows = zip(self._layers, key_states.split(1), value_states.split(1), strict=True)
+        self._tagged = [layer.update(key, value, *args, **kwargs) for layer, key, value in rows]
         return self.tag(key_states), value_states
 
     def attend(
@@ -50,27 +48,18 @@ class RowLayer(TaggedLayer):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        mask: Tensor | None,
+        mask: Any,
         *,
-        scale: float,
-        softcap: float | None,
-        position_ids: Tensor | None,
+        position_ids: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Each row attends to its own cache: [B, H_q, 1, d] in and out."""
         parts, self._tagged = self._tagged, []
-        outputs = [
-            layer.attend(
-                module,
-                query[number : number + 1],
-                own_key,
-                own_value,
-                None,
-                scale=scale,
-                softcap=softcap,
-                position_ids=None if position_ids is None else position_ids[number : number + 1],
-            )
-            for number, (layer, (own_key, own_value)) in enumerate(zip(self._layers, parts, strict=True))
-        ]
+        outputs = []
+        for number, (layer, (own_key, own_value)) in enumerate(zip(self._layers, parts, strict=True)):
+            row = slice(number, number + 1)
+            at = None if position_ids is None else position_ids[row]
+            outputs.append(layer.attend(module, query[row], own_key, own_value, None, position_ids=at, **kwargs))
         return torch.cat(outputs)
 
     def get_seq_length(self, *args: Any) -> int:

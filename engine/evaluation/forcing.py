@@ -207,7 +207,8 @@ class _Taken:
 def _groups(ready: Sequence[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
     """Caches that are decoded in one forward each: those that attend by themselves together, any other one alone."""
     together = [entry for entry in ready if attends_alone(entry[1])]
-    return [group for group in (together, *([entry] for entry in ready if entry not in together)) if group]
+    alone = [[entry] for entry in ready if not attends_alone(entry[1])]
+    return [group for group in (together, *alone) if group]
 
 
 def _decode(loaded: LoadedModel, caches: Sequence[Any], item: Item, at: int, layers: list[int]) -> _Taken:
