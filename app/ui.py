@@ -12,10 +12,11 @@ import gradio as gr
 
 from app import page_api
 from app.labels import Labels, pick_language
+from app.listeners import AT_ONCE
 from app.look import page_options
 from app.tabs import about
 from app.tabs.analysis import AnalysisTab
-from app.tabs.compare import QUIET, CompareTab
+from app.tabs.compare import CompareTab
 from app.tabs.lessons import LessonsTab
 from app.tabs.live import LiveTab
 from app.tabs.replays import ReplaysTab
@@ -67,7 +68,7 @@ def build_ui(context: AppContext) -> gr.Blocks:
         analysis.wire(analysis_tab)
         _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, compare, replays)
         compare_tab.select(
-            compare.show, [lang, compare.session, compare.linked, compare.recent], compare.showing, **QUIET
+            compare.show, [lang, compare.session, compare.linked, compare.recent], compare.showing, **AT_ONCE
         )
         page_api.publish(context)
     demo.queue(default_concurrency_limit=None, max_size=None)
@@ -124,8 +125,6 @@ def _wire_page(
     compare: CompareTab,
     replays: ReplaysTab,
 ) -> None:
-    quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
-
     def arrive(saved: dict[str, Any] | None, request: gr.Request) -> list[Any]:
         query = request.query_params
         chosen = pick_language(query.get("lang"), (saved or {}).get("lang"), request.headers.get("accept-language"))
@@ -135,8 +134,8 @@ def _wire_page(
             chosen,
             chosen,
             gr.Tabs(selected=shown) if shown else gr.skip(),
-            (session, _whole(query.get("r")), _whole(query.get("l"))) if session else None,
-            comparison if comparison and not session else None,
+            (session, _whole(query.get("r")), _whole(query.get("l"))) if session else gr.skip(),
+            comparison if comparison and not session else gr.skip(),
             live.first_board(),
             *live.words(chosen, ""),
             *compare.words(chosen, ""),
@@ -159,7 +158,7 @@ def _wire_page(
         replays.table,
     ]
     arriving += labels.components
-    arrived = demo.load(arrive, [kept], _once(arriving), **quiet)
+    arrived = demo.load(arrive, [kept], _once(arriving), **AT_ONCE)
     arrived.then(
         None,
         [language],
@@ -172,7 +171,7 @@ def _wire_page(
         lambda link, chosen: replays.open_session(link[0], chosen, link[1], link[2]),
         [linked, lang],
         replays.opening,
-        **quiet,
+        **AT_ONCE,
     )
 
     def switch(chosen: str, running: str, compared: str, opened: str) -> list[Any]:
@@ -190,9 +189,9 @@ def _wire_page(
         switch,
         [language, live.session, compare.session, replays.session],
         [lang, kept, *live.wordy, *compare.wordy, replays.table, *replays.wordy, *labels.components],
-        **quiet,
+        **AT_ONCE,
     ).then(None, [language], None, js="(lang) => { window.qePage.language(lang); }", api_visibility="private")
-    replays_tab.select(replays.table_html, [lang], [replays.table], **quiet)
+    replays_tab.select(replays.table_html, [lang], [replays.table], **AT_ONCE)
 
 
 def _once(components: list[Any]) -> list[Any]:

@@ -17,6 +17,7 @@ from app.analysis_runs import STAGES, DiagnosisRequest, DiagnosisStanding
 from app.analysis_view import AnalysisView
 from app.documents import DEFAULT_DOCUMENT, get_document, load_documents
 from app.labels import Labels
+from app.listeners import AT_ONCE, QUIET
 from app.messages import error_html, hint_html, notices_html, status_html
 from app.texts import DEFAULT, text
 from engine.errors import EngineError
@@ -30,7 +31,6 @@ TOKENS = (160, 2048)
 """Fewest and most tokens of a text that is diagnosed from the page."""
 STEPS = 96
 """Tokens fed one by one: twelve windows of the default size."""
-QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
 
 
 class AnalysisTab:
@@ -135,20 +135,22 @@ class AnalysisTab:
         """Connects the tab; call once, inside the Blocks context, after `build`."""
         lang, extra = self._lang, self.extra
         showing = [self.source, self.board, self.banner]
-        lang.change(self._retell, [self.source, extra, lang], [self.source, self.banner], **QUIET)
-        tab.select(self._arrive, [self.source, extra, lang], showing, **QUIET)
+        lang.change(self._retell, [self.source, extra, lang], [self.source, self.banner], **AT_ONCE)
+        tab.select(self._arrive, [self.source, extra, lang], showing, **AT_ONCE)
         self.source.input(
-            lambda source: ({"source": source or ""}, ""), [self.source], [self.board, self.banner], **QUIET
+            lambda source: ({"source": source or ""}, ""), [self.source], [self.board, self.banner], **AT_ONCE
         )
         self.refresh.click(
-            self._again, [self.source, extra, self.turn, lang], [self.source, self.board, self.turn], **QUIET
+            self._again, [self.source, extra, self.turn, lang], [self.source, self.board, self.turn], **AT_ONCE
         )
-        self.file.upload(self._upload, [self.file, extra, lang], [self.source, self.board, self.banner, extra], **QUIET)
+        self.file.upload(
+            self._upload, [self.file, extra, lang], [self.source, self.board, self.banner, extra], **AT_ONCE
+        )
         started = self.run.click(
             self._begin,
             [self.document, self.tokens, self.budget, lang],
             [self.session, self.banner, self.status, self.run, self.stop],
-            **QUIET,
+            **AT_ONCE,
         )
         started.success(
             self._follow,
@@ -156,7 +158,7 @@ class AnalysisTab:
             [self.banner, self.status, self.source, self.board, extra, self.run, self.stop],
             **QUIET,
         )
-        self.stop.click(self._stop, [self.session, lang], [self.status], **QUIET)
+        self.stop.click(self._stop, [self.session, lang], [self.status], **AT_ONCE)
 
     def _retell(self, source: str | None, extra: Any, lang: str) -> list[Any]:
         """Sources and notices in another language; the figures follow the page's language by themselves."""

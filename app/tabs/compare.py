@@ -22,6 +22,7 @@ from app.compare_table import comparison_html
 from app.compare_view import NOTHING, CompareView
 from app.forms import OWN_TEXT
 from app.labels import Labels
+from app.listeners import AT_ONCE, QUIET
 from app.messages import STAGES, error_html, status_html
 from app.tabs.compare_fields import CompareFields, known_systems, system_choices
 from app.texts import DEFAULT, text
@@ -38,7 +39,6 @@ LISTED = 30
 """Comparisons in the list."""
 MOST_PAGES = 4096
 """Pages of which it is remembered what they follow."""
-QUIET: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
 
 
 class CompareTab:
@@ -127,18 +127,18 @@ class CompareTab:
             lambda name: gr.update(visible=name == OWN_TEXT),
             self.fields["document"],
             [self.fields["own_text"]],
-            **QUIET,
+            **AT_ONCE,
         )
-        started = self.run.click(self._start_with(names), [self._lang, *fields], begun, **QUIET)
-        matched = self.result.select(self._match, [self.session, self._lang], begun, **QUIET)
+        started = self.run.click(self._start_with(names), [self._lang, *fields], begun, **AT_ONCE)
+        matched = self.result.select(self._match, [self.session, self._lang], begun, **AT_ONCE)
         # "multiple": else a press that comes while the one before is being answered would be lost without a word.
         picked = self.recent.select(
-            self._pick, [self.session, self._lang], [*begun, self.recent], trigger_mode="multiple", **QUIET
+            self._pick, [self.session, self._lang], [*begun, self.recent], trigger_mode="multiple", **AT_ONCE
         )
-        linked = self.linked.change(self._open_linked, [self.linked], [self.session, self.following], **QUIET)
+        linked = self.linked.change(self._open_linked, [self.linked], [self.session, self.following], **AT_ONCE)
         for event in (started, matched, picked, linked):
             event.success(self._follow, [self.following, self._lang], followed, **QUIET)
-        self.stop.click(self._stop, [self.session, self._lang], [self.status], **QUIET)
+        self.stop.click(self._stop, [self.session, self._lang], [self.status], **AT_ONCE)
 
     # starting and opening
 

@@ -13,6 +13,7 @@ from typing import Any
 import gradio as gr
 
 from app.lessons import find_lesson
+from app.listeners import AT_ONCE
 from app.settings import ASSETS
 from app.tabs.run_panel import PRESET_FIELDS, fill_preset, show_document
 from app.tier_view import TierView
@@ -66,9 +67,7 @@ class LessonsTab:
             start_live,
             None,
             [tabs, *[fields[name] for name in names], *reader],
-            api_visibility="private",
-            show_progress="hidden",
-            concurrency_limit=None,
+            **AT_ONCE,
         )
 
 

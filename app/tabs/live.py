@@ -15,6 +15,7 @@ import gradio as gr
 
 from app.forms import RunForm
 from app.labels import Labels
+from app.listeners import AT_ONCE, QUIET
 from app.messages import error_html, hint_html, notice_sentences, notices_html, standing_sentence, status_html
 from app.model_loading import load_sentences
 from app.result_table import result_html
@@ -96,19 +97,18 @@ class LiveTab:
         """Connects the panel; call once, inside the Blocks context, after both halves are built."""
         panel, fields = self._panel, self._panel.fields
         names = list(fields)
-        quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
         words = [self.banner, self.status, self.result, panel.run, panel.stop]
         started = panel.run.click(
             self._start_with(names),
             [self._lang, *fields.values()],
             [self.board, self.session, *words],
-            **quiet,
+            **AT_ONCE,
         )
-        started.success(self._follow, [self.session, self._lang], words, **quiet)
-        panel.stop.click(self._stop, [self.session, self._lang], [self.status], **quiet)
-        panel.wire(**quiet)
+        started.success(self._follow, [self.session, self._lang], words, **QUIET)
+        panel.stop.click(self._stop, [self.session, self._lang], [self.status], **AT_ONCE)
+        panel.wire(**AT_ONCE)
         panel.load.click(
-            self._load, [fields["model"], fields["device"], self._lang], [panel.model_status, panel.load], **quiet
+            self._load, [fields["model"], fields["device"], self._lang], [panel.model_status, panel.load], **QUIET
         )
 
     def _start_with(self, names: list[str]) -> Callable[..., tuple[Any, ...]]:

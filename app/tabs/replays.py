@@ -16,6 +16,7 @@ import gradio as gr
 
 from app.compare_lines import system_label
 from app.labels import Labels
+from app.listeners import AT_ONCE
 from app.messages import error_html, hint_html, notice_sentences, notices_html
 from app.result_table import format_share, result_html
 from app.texts import DEFAULT, text
@@ -107,21 +108,20 @@ class ReplaysTab:
 
     def wire(self) -> None:
         """Connects the tab; call once, inside the Blocks context, after `build`."""
-        quiet: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "concurrency_limit": None}
         lang, session = self._lang, self.session
-        self.table.select(self._pick, [lang], self.opening, **quiet)
-        self.bring.upload(self._bring, [self.bring, lang], self.opening, **quiet)
-        self.refresh.click(self.table_html, [lang], [self.table], **quiet)
-        self.back.click(self._close, [lang], [*self.parts, self.table, session, self.board, self.message], **quiet)
-        self.rename.click(self._rename, [session, self.title, lang], [self.message, self.heading], **quiet)
-        self.title.submit(self._rename, [session, self.title, lang], [self.message, self.heading], **quiet)
-        self.delete.click(self._ask, [session, lang], [self.confirm, self.question], **quiet)
-        self.keep.click(lambda: gr.update(visible=False), None, [self.confirm], **quiet)
+        self.table.select(self._pick, [lang], self.opening, **AT_ONCE)
+        self.bring.upload(self._bring, [self.bring, lang], self.opening, **AT_ONCE)
+        self.refresh.click(self.table_html, [lang], [self.table], **AT_ONCE)
+        self.back.click(self._close, [lang], [*self.parts, self.table, session, self.board, self.message], **AT_ONCE)
+        self.rename.click(self._rename, [session, self.title, lang], [self.message, self.heading], **AT_ONCE)
+        self.title.submit(self._rename, [session, self.title, lang], [self.message, self.heading], **AT_ONCE)
+        self.delete.click(self._ask, [session, lang], [self.confirm, self.question], **AT_ONCE)
+        self.keep.click(lambda: gr.update(visible=False), None, [self.confirm], **AT_ONCE)
         self.really.click(
             self._delete,
             [session, lang],
             [*self.parts, self.table, session, self.board, self.message, self.confirm],
-            **quiet,
+            **AT_ONCE,
         )
 
     @property

@@ -512,3 +512,12 @@ def test_the_picture_is_well_formed_and_described(lang: str) -> None:
 
 def test_the_lead_states_the_default_window() -> None:
     assert str(QEvictConfig().window_size) in about.about_html("en")
+
+
+def test_only_what_goes_on_takes_the_queue(context: AppContext) -> None:
+    """An answer over the queue's stream can be lost while the stream is closing, see `app.listeners`."""
+    listeners = [one for one in _page(context).get_config_file()["dependencies"] if one["backend_fn"]]
+    private = [one for one in listeners if one["api_visibility"] == "private"]
+    assert len(private) > 20
+    waiting = [one["id"] for one in private if one["queue"] is not False and not one["types"]["generator"]]
+    assert waiting == []
