@@ -14,6 +14,7 @@ from app import page_api
 from app.labels import Labels, pick_language
 from app.listeners import AT_ONCE
 from app.look import page_options
+from app.page_link import LinkTarget
 from app.tabs import about
 from app.tabs.analysis import AnalysisTab
 from app.tabs.compare import CompareTab
@@ -66,9 +67,12 @@ def build_ui(context: AppContext) -> gr.Blocks:
         lessons.wire(tabs, *live.form)
         replays.wire()
         analysis.wire(analysis_tab)
-        _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, compare, replays)
+        _wire_page(demo, labels, lang, kept, language, tabs, replays_tab, live, compare, replays, analysis)
         compare_tab.select(
-            compare.show, [lang, compare.session, compare.linked, compare.recent], compare.showing, **AT_ONCE
+            compare.show,
+            [lang, compare.session, compare.linked.component, compare.recent],
+            compare.showing,
+            **AT_ONCE,
         )
         page_api.publish(context)
     demo.queue(default_concurrency_limit=None, max_size=None)
@@ -124,6 +128,7 @@ def _wire_page(
     live: LiveTab,
     compare: CompareTab,
     replays: ReplaysTab,
+    analysis: AnalysisTab,
 ) -> None:
     def arrive(saved: dict[str, Any] | None, request: gr.Request) -> list[Any]:
         query = request.query_params
@@ -134,8 +139,8 @@ def _wire_page(
             chosen,
             chosen,
             gr.Tabs(selected=shown) if shown else gr.skip(),
-            (session, _whole(query.get("r")), _whole(query.get("l"))) if session else gr.skip(),
-            comparison if comparison and not session else gr.skip(),
+            LinkTarget.value(session, event=_whole(query.get("r")), row=_whole(query.get("l"))),
+            LinkTarget.value(None if session else comparison),
             live.first_board(),
             *live.words(chosen, ""),
             *compare.words(chosen, ""),
@@ -143,15 +148,12 @@ def _wire_page(
             *labels.updates(chosen),
         ]
 
-    # A board that is not on the screen yet must not be an output: the front end would lose what it is made of.
-    # So a link's session goes through `linked`, which changes only when there is one, after its tab is shown.
-    linked = gr.State(None)
     arriving: list[Any] = [
         lang,
         language,
         tabs,
-        linked,
-        compare.linked,
+        replays.linked.component,
+        compare.linked.component,
         live.board,
         *live.wordy,
         *compare.wordy,
@@ -167,13 +169,6 @@ def _wire_page(
         api_visibility="private",
     )
 
-    linked.change(
-        lambda link, chosen: replays.open_session(link[0], chosen, link[1], link[2]),
-        [linked, lang],
-        replays.opening,
-        **AT_ONCE,
-    )
-
     def switch(chosen: str, running: str, compared: str, opened: str) -> list[Any]:
         return [
             chosen,
@@ -185,12 +180,14 @@ def _wire_page(
             *labels.updates(chosen),
         ]
 
-    language.input(
+    switched = language.input(
         switch,
         [language, live.session, compare.session, replays.session],
         [lang, kept, *live.wordy, *compare.wordy, replays.table, *replays.wordy, *labels.components],
         **AT_ONCE,
-    ).then(None, [language], None, js="(lang) => { window.qePage.language(lang); }", api_visibility="private")
+    )
+    switched.then(None, [language], None, js="(lang) => { window.qePage.language(lang); }", api_visibility="private")
+    analysis.wire_language(switched)
     replays_tab.select(replays.table_html, [lang], [replays.table], **AT_ONCE)
 
 

@@ -135,7 +135,6 @@ class AnalysisTab:
         """Connects the tab; call once, inside the Blocks context, after `build`."""
         lang, extra = self._lang, self.extra
         showing = [self.source, self.board, self.banner]
-        lang.change(self._retell, [self.source, extra, lang], [self.source, self.banner], **AT_ONCE)
         tab.select(self._arrive, [self.source, extra, lang], showing, **AT_ONCE)
         self.source.input(
             lambda source: ({"source": source or ""}, ""), [self.source], [self.board, self.banner], **AT_ONCE
@@ -159,6 +158,10 @@ class AnalysisTab:
             **QUIET,
         )
         self.stop.click(self._stop, [self.session, lang], [self.status], **AT_ONCE)
+
+    def wire_language(self, switched: Any) -> None:
+        """Tells sources and notices again after `switched`, the event that changes the page's language."""
+        switched.then(self._retell, [self.source, self.extra, self._lang], [self.source, self.banner], **AT_ONCE)
 
     def _retell(self, source: str | None, extra: Any, lang: str) -> list[Any]:
         """Sources and notices in another language; the figures follow the page's language by themselves."""

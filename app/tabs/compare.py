@@ -24,6 +24,7 @@ from app.forms import OWN_TEXT
 from app.labels import Labels
 from app.listeners import AT_ONCE, QUIET
 from app.messages import STAGES, error_html, status_html
+from app.page_link import LinkTarget
 from app.tabs.compare_fields import CompareFields, known_systems, system_choices
 from app.texts import DEFAULT, text
 from engine.errors import ConfigError, EngineError
@@ -57,6 +58,7 @@ class CompareTab:
         self._settings = CompareFields(context.settings, labels)
         self._stopping: set[str] = set()
         self._turns: dict[str, object] = {}
+        self.linked = LinkTarget()
         self._before: dict[str, str] = {}
         """The comparison that a matched one came from, which is shown again should the match be infeasible."""
 
@@ -64,7 +66,6 @@ class CompareTab:
         """Lays the tab out inside the current Blocks context."""
         self.session = gr.State("")
         self.following = gr.State("")
-        self.linked = gr.State(None)
         with gr.Row(elem_classes="qe-cmp-bar", elem_id="qe-cmp-bar"):
             self._settings.build_row()
             self.run = self._labels.bind(
@@ -105,14 +106,14 @@ class CompareTab:
         """The outputs of `show`, in order."""
         return [self.fields["systems"], self.recent]
 
-    def show(self, lang: str, session: str, linked: str | None, listed: str | None) -> list[Any]:
+    def show(self, lang: str, session: str, linked: dict[str, Any], listed: str | None) -> list[Any]:
         """What is read when the tab is shown: all systems, for which the engine is imported, and the list.
 
         Where a comparison is being opened, from a link or from the list that stands there, the list is left alone:
         what opens it marks it there, and the import takes so long that this would come later and take the mark away.
         """
         systems = gr.update(choices=system_choices(lang, known_systems(imported=True)))
-        opening = not session and (linked or listed)
+        opening = not session and (linked.get("sid") or listed)
         return [systems, gr.skip() if opening else self._recent(lang, session)]
 
     # wiring
@@ -135,7 +136,7 @@ class CompareTab:
         picked = self.recent.select(
             self._pick, [self.session, self._lang], [*begun, self.recent], trigger_mode="multiple", **AT_ONCE
         )
-        linked = self.linked.change(self._open_linked, [self.linked], [self.session, self.following], **AT_ONCE)
+        linked = self.linked.component.select(self._open_linked, None, [self.session, self.following], **AT_ONCE)
         for event in (started, matched, picked, linked):
             event.success(self._follow, [self.following, self._lang], followed, **QUIET)
         self.stop.click(self._stop, [self.session, self._lang], [self.status], **AT_ONCE)
@@ -184,9 +185,9 @@ class CompareTab:
             gr.update(interactive=True),
         )
 
-    def _open_linked(self, comparison: str | None) -> tuple[Any, Any]:
+    def _open_linked(self, event: gr.EventData) -> tuple[str, str]:
         """A link's comparison; `_follow` shows it, whether it goes on or has ended."""
-        return (comparison, comparison) if comparison else (gr.skip(), "")
+        return str(event.sid), str(event.sid)
 
     def _pick(self, event: gr.EventData, session: str, lang: str) -> tuple[Any, ...]:
         """What a button of the list says: open, ask before deleting, delete, keep."""

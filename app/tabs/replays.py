@@ -18,6 +18,7 @@ from app.compare_lines import system_label
 from app.labels import Labels
 from app.listeners import AT_ONCE
 from app.messages import error_html, hint_html, notice_sentences, notices_html
+from app.page_link import LinkTarget
 from app.result_table import format_share, result_html
 from app.texts import DEFAULT, text
 from app.tier_view import TierView
@@ -59,6 +60,7 @@ class ReplaysTab:
         self._context = context
         self._labels = labels
         self._lang = lang
+        self.linked = LinkTarget()
 
     def build(self) -> None:
         """Lays the tab out inside the current Blocks context."""
@@ -109,6 +111,7 @@ class ReplaysTab:
     def wire(self) -> None:
         """Connects the tab; call once, inside the Blocks context, after `build`."""
         lang, session = self._lang, self.session
+        self.linked.component.select(self._open_linked, [lang], self.opening, **AT_ONCE)
         self.table.select(self._pick, [lang], self.opening, **AT_ONCE)
         self.bring.upload(self._bring, [self.bring, lang], self.opening, **AT_ONCE)
         self.refresh.click(self.table_html, [lang], [self.table], **AT_ONCE)
@@ -199,6 +202,9 @@ class ReplaysTab:
         except EngineError as error:
             return error_html(str(error))
         return sessions_html(found, lang)
+
+    def _open_linked(self, lang: str, event: gr.EventData) -> list[Any]:
+        return self.open_session(str(event.sid), lang, event.event, event.row)
 
     def _pick(self, lang: str, event: gr.EventData) -> list[Any]:
         return self.open_session(str(event.sid), lang)

@@ -521,3 +521,11 @@ def test_only_what_goes_on_takes_the_queue(context: AppContext) -> None:
     assert len(private) > 20
     waiting = [one["id"] for one in private if one["queue"] is not False and not one["types"]["generator"]]
     assert waiting == []
+
+
+def test_no_listener_waits_for_a_states_change(context: AppContext) -> None:
+    """Gradio tells the page of a changed state over its queue alone, so such a listener would never be called."""
+    config = _page(context).get_config_file()
+    states = {one["id"] for one in config["components"] if one["type"] in ("state", "browserstate")}
+    assert len(states) > 5
+    assert [one["id"] for one in config["dependencies"] for target, _ in one["targets"] if target in states] == []

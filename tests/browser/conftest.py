@@ -22,14 +22,6 @@ FLAGS = [
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests in a browser get a second try, and pytest says so: in two of two whole suites one first press of Run, on a
-    server that had just started, was not seen to end within a minute; 74 such presses tried alone all were."""
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """Of one file: playwright keeps an event loop running, which tests elsewhere could not bear."""

@@ -47,6 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
 
 
 def _faults(page: Any) -> list[str]:
+    # A colour on its way from one theme to the other is neither's.
+    page.wait_for_function("!document.getAnimations().some((one) => one instanceof CSSTransition)", timeout=15_000)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then((result) => result.violations)")
     return [
         f"{fault['id']}: {node['html'][:160]} {node['failureSummary'][:300]}"

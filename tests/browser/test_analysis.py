@@ -106,6 +106,9 @@ def test_every_card_is_drawn_in_both_languages_and_themes(open_page: Callable[..
     page.locator("#qe-language label").nth(1).click()
     page.wait_for_function("qeAnalysis.look.lang === 'zh' && qeAnalysis.ready", timeout=60_000)
     assert "文本" in page.locator(".qe-ana").inner_text()
+    # The list of sources is the server's, told again after the switch.
+    chinese = "() => /[\u4e00-\u9fff]/.test(document.querySelector('#qe-ana-source input').value)"
+    page.wait_for_function(chinese, timeout=15_000)
     page.evaluate("scrollTo(0, 0)")
     page.click("#qe-projector-button")
     page.wait_for_function("qeAnalysis.look.theme === 'light' && qeAnalysis.look.scale > 1.2 && qeAnalysis.ready")
