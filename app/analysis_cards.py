@@ -5,6 +5,7 @@ Every figure is drawn from rows that `qevict eval` made; none is filled in. Know
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from html import escape
@@ -49,6 +50,7 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in scores:
         groups.setdefault((row["task"], row["length"], row["question"], row.get("file")), []).append(row)
+    told = Counter((task, length, question) for task, length, question, _ in groups)
     cards: list[Card] = []
     for (task, length, question, file), rows in groups.items():
         done = [row for row in rows if row["n"] and row.get("note", "") == ""]
@@ -56,6 +58,8 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
             continue  # an ablation of one system, or a task that this model can't do
         part = f"{file}-{task}-{length}-{question}"
         values = {"task": task_label(str(task), say.lang), "length": length}
+        if told[task, length, question] > 1:
+            values["task"] += f" · {file}"  # the same task in two files
         if task == "book":
             cards.append(_points("pareto", "kl", rows, part, values, say))
             if any(row.get("output_error") for row in done):

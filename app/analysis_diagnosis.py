@@ -239,7 +239,8 @@ def _printed(stem: str, found: Row, say: Say) -> list[Card]:
             for row in rows
         ]
         part = f"{stem}-{key}-{unit}"
-        what = say("quantity_promotion" if key == "table18" else f"quantity_{quantities[0] if quantities else 'qsa'}")
+        promotion = "quantity_promotion" if unit == "percent" else "quantity_promotion_scores"
+        what = say(promotion if key == "table18" else f"quantity_{quantities[0] if quantities else 'qsa'}")
         cards.append(
             Card(
                 "printed",

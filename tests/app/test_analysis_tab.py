@@ -278,6 +278,21 @@ def test_every_card_has_words_numbers_and_a_figure(context: AppContext, lang: st
     assert seen >= set(f"{names} fmm mass churn regret moves memory".split())
 
 
+def test_the_same_task_in_two_files_is_told_apart(context: AppContext, tmp_path: Path) -> None:
+    sources = AnalysisSources(Settings(data_dir=tmp_path), context.sessions, bundled=tmp_path / "both")
+
+    def titles() -> list[str]:
+        return [card["title"] for card in sources.payload("bundled", "light", "en")["cards"] if "pareto" in card["id"]]
+
+    _write(tmp_path / "both", "first.json", ANSWER)
+    alone = titles()
+    assert alone and not any("first" in title for title in alone)
+    _write(tmp_path / "both", "second.json", ANSWER)
+    both = titles()
+    assert len(both) == len(set(both)) == 2 * len(alone)
+    assert any("· first," in title for title in both) and any("· second," in title for title in both)
+
+
 def test_names_from_a_file_never_become_markup_in_a_figure(context: AppContext) -> None:
     found = context.analysis.payload("file:quick", "light", "en")
     pareto = next(card for card in found["cards"] if card["id"].startswith("pareto"))
