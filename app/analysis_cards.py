@@ -52,9 +52,10 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
         groups.setdefault((row["task"], row["length"], row["question"], row.get("file")), []).append(row)
     told = Counter((task, length, question) for task, length, question, _ in groups)
     cards: list[Card] = []
-    for (task, length, question, file), rows in groups.items():
+    # What compares most comes first, whichever file it is in.
+    for (task, length, question, file), rows in sorted(groups.items(), key=lambda group: -_systems(group[1])):
         done = [row for row in rows if row["n"] and row.get("note", "") == ""]
-        if len({row["system"] for row in done}) < 2 or _ablated(done):
+        if _systems(done) < 2 or _ablated(done):
             continue  # an ablation of one system, or a task that this model can't do
         part = f"{file}-{task}-{length}-{question}"
         values = {"task": task_label(str(task), say.lang), "length": length}
@@ -69,6 +70,10 @@ def _quality(scores: Sequence[Row], say: Say) -> list[Card]:
             values |= {"asked": asked, "score": done[0]["score_name"]}
             cards.append(_points("task", "score", rows, part, values, say))
     return cards
+
+
+def _systems(rows: Sequence[Row]) -> int:
+    return len({row["system"] for row in rows})
 
 
 def _ablated(rows: Sequence[Row]) -> bool:

@@ -130,7 +130,8 @@ class AnalysisSources:
 
     def _results(self, kind: str, name: str, say: Say) -> tuple[str, Results]:
         if kind == "bundled":
-            paths = [path for files in result_files(self._bundled).values() for path in files]
+            # By name: the times of files that came with the program are those of its checkout, and say nothing.
+            paths = sorted(path for files in result_files(self._bundled).values() for path in files)
             if paths:
                 return say("source_bundled"), self._cache.read(paths)
         elif kind == "file":

@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import importlib
 import json
+import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +23,7 @@ from app.analysis_card import VERDICTS, Card, Say, counted, spread
 from app.analysis_cards import _ablated
 from app.analysis_results import MOST_BYTES, ResultCache, ResultsError, ablations_in, parse, read_results, result_files
 from app.analysis_runs import AnalysisRuns, DiagnosisRequest
-from app.analysis_sources import MOST_UPLOAD_BYTES, AnalysisSources
+from app.analysis_sources import BUNDLED, MOST_UPLOAD_BYTES, AnalysisSources
 from app.analysis_view import analysis_files, analysis_texts
 from app.api import include_routes
 from app.context import AppContext, create_context
@@ -291,6 +293,18 @@ def test_the_same_task_in_two_files_is_told_apart(context: AppContext, tmp_path:
     both = titles()
     assert len(both) == len(set(both)) == 2 * len(alone)
     assert any("· first," in title for title in both) and any("· second," in title for title in both)
+
+
+def test_bundled_figures_have_one_order_whenever_their_files_were_written(context: AppContext, tmp_path: Path) -> None:
+    shutil.copytree(BUNDLED, tmp_path / "both")
+    files = sorted((tmp_path / "both").iterdir())
+    seen = []
+    for order in (files, files[::-1]):
+        for age, file in enumerate(order):
+            os.utime(file, (1e9 - age, 1e9 - age))
+        sources = AnalysisSources(Settings(data_dir=tmp_path), context.sessions, bundled=tmp_path / "both")
+        seen.append([card["id"] for card in sources.payload("bundled", "light", "en")["cards"]])
+    assert seen[0] == seen[1] and seen[0][0] == "pareto-full-book-1024-after"
 
 
 def test_names_from_a_file_never_become_markup_in_a_figure(context: AppContext) -> None:
