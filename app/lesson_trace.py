@@ -18,7 +18,6 @@ from app.settings import ASSETS
 from engine.errors import TraceError
 from engine.trace import (
     SCORE_DECADES,
-    Board,
     EndEvent,
     Keyframe,
     LateMetrics,
@@ -30,6 +29,7 @@ from engine.trace import (
     TraceEvent,
     decode,
 )
+from engine.trace_board import Board
 
 FOLDER = ASSETS / "traces"
 Position = RoutingEvent | Keyframe

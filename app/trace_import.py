@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from app.session_info import clean_title
 from engine.errors import EngineError, TraceError
-from engine.trace import Board, EndEvent, Mark, RunMeta, TraceEvent, decode, encode, num_windows
+from engine.trace import EndEvent, Mark, RunMeta, TraceEvent, decode, encode, num_windows
+from engine.trace_board import Board
 
 if TYPE_CHECKING:
     from app.sessions import Sessions

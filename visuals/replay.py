@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from engine.errors import TraceError
-from engine.trace import Board, Keyframe, LateMetrics, RoutingEvent, RunMeta, Tier, TraceEvent
+from engine.trace import Keyframe, LateMetrics, RoutingEvent, RunMeta, Tier, TraceEvent
+from engine.trace_board import Board
 from visuals.palette import BAR_HEIGHTS, PALETTES, Palette, Theme, blend, rgb
 
 ASSETS: Final = Path(__file__).resolve().parent.parent / "assets"

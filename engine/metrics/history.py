@@ -1,6 +1,6 @@
 """The tiers of all windows after every routing event of a stored run, and the transitions between them.
 
-Reads a trace through `engine.trace.Board`; knows no torch and no model.
+Reads a trace through `engine.trace_board.Board`; knows no torch and no model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import TraceError
-from engine.trace import Board, Keyframe, RoutingEvent, RunMeta, StepEvent, Tier, TraceEvent
+from engine.trace import Keyframe, RoutingEvent, RunMeta, StepEvent, Tier, TraceEvent
+from engine.trace_board import Board
 
 Bools: TypeAlias = NDArray[np.bool_]
 Tiers: TypeAlias = NDArray[np.uint8]

@@ -24,7 +24,8 @@ from app.main import StartError, serve
 from app.run_body import build_request
 from app.settings import ASSETS, Settings
 from engine.errors import ConfigError
-from engine.trace import Board, EndEvent, ErrorEvent, Keyframe, RunMeta, decode
+from engine.trace import EndEvent, ErrorEvent, Keyframe, RunMeta, decode
+from engine.trace_board import Board
 from tests.app.fake_engine import FakeEngine, FakeLoader, FakeOptions
 from tests.app.test_runs import wait_for
 

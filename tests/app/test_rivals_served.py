@@ -12,7 +12,8 @@ from app.systems import EVICTING, QUANTIZING, RIVAL_SETTINGS, RIVALS, SYSTEMS, a
 from engine.baselines import registry
 from engine.config import QEvictConfig
 from engine.errors import ConfigError
-from engine.trace import Board, EndEvent, Keyframe, MemoryReading, RoutingEvent, RunMeta, StepEvent, Tier, decode
+from engine.trace import EndEvent, Keyframe, MemoryReading, RoutingEvent, RunMeta, StepEvent, Tier, decode
+from engine.trace_board import Board
 from tests.app.fake_engine import FakeEngine
 from tests.app.test_api import Server
 from tests.app.tiny_loader import load_tiny

@@ -15,7 +15,8 @@ from app.runs import RunManager, RunRequest
 from app.sessions import Sessions
 from app.settings import Settings
 from engine.config import QEvictConfig
-from engine.trace import Board, EndEvent, ErrorEvent, RunMeta, StepEvent, TraceEvent, decode
+from engine.trace import EndEvent, ErrorEvent, RunMeta, StepEvent, TraceEvent, decode
+from engine.trace_board import Board
 from tests.app.test_runs import wait_for
 from tests.app.tiny_loader import load_tiny
 

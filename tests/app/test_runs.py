@@ -17,7 +17,8 @@ from app.sessions import Sessions
 from app.settings import Settings
 from engine.config import QEvictConfig
 from engine.errors import BudgetError, ConfigError, ModelNotFoundError, OutOfMemoryError, PromptError
-from engine.trace import Board, EndEvent, ErrorEvent, RunMeta, StepEvent, TraceEvent, decode
+from engine.trace import EndEvent, ErrorEvent, RunMeta, StepEvent, TraceEvent, decode
+from engine.trace_board import Board
 from tests.app.fake_engine import FakeEngine, FakeLoader, FakeOptions
 
 

@@ -22,7 +22,8 @@ from app.settings import Settings
 from app.zero_gpu import VARIABLE, GpuJob, LentGpuError, Trouble, ZeroGpu
 from engine.config import QEvictConfig
 from engine.errors import BudgetError, EngineError, PromptError
-from engine.trace import Board, EndEvent, ErrorEvent, RunMeta, StepEvent, TraceEvent, decode
+from engine.trace import EndEvent, ErrorEvent, RunMeta, StepEvent, TraceEvent, decode
+from engine.trace_board import Board
 from tests.app.test_runs import wait_for
 from tests.app.tiny_loader import load_tiny
 

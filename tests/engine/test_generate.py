@@ -15,7 +15,6 @@ from engine.generate import RunOptions, generate, prompt_ids
 from engine.models import LoadedModel
 from engine.run import Run
 from engine.trace import (
-    Board,
     EndEvent,
     Keyframe,
     LateMetrics,
@@ -29,6 +28,7 @@ from engine.trace import (
     decode,
     encode,
 )
+from engine.trace_board import Board
 from tests.engine.drive import BACKENDS
 from tests.tiny import tiny_loaded
 

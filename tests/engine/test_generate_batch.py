@@ -13,7 +13,8 @@ from engine.errors import OutOfMemoryError
 from engine.generate import RunOptions, generate
 from engine.generate_batch import Batch, make_row
 from engine.models import LoadedModel
-from engine.trace import Board, EndEvent, Keyframe, Progress, RoutingEvent, RunMeta, StepEvent, TraceEvent
+from engine.trace import EndEvent, Keyframe, Progress, RoutingEvent, RunMeta, StepEvent, TraceEvent
+from engine.trace_board import Board
 from tests.tiny import tiny_loaded
 
 CONFIG = QEvictConfig(kv_budget=0.5, sink_tokens=3, window_size=4, local_tokens=8)

@@ -14,7 +14,8 @@ from engine.errors import CacheUseError
 from engine.generate import RunOptions, generate, prompt_ids
 from engine.models import LoadedModel
 from engine.reference import Reference
-from engine.trace import Board, LateMetrics, RunMeta, StepEvent, Tier, TraceEvent
+from engine.trace import LateMetrics, RunMeta, StepEvent, Tier, TraceEvent
+from engine.trace_board import Board
 from tests.engine.drive import Drive
 from tests.tiny import tiny_loaded
 

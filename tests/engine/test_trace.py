@@ -13,7 +13,6 @@ from hypothesis import given, settings
 
 from engine.errors import TraceError
 from engine.trace import (
-    Board,
     EndEvent,
     ErrorEvent,
     Keyframe,
@@ -34,6 +33,7 @@ from engine.trace import (
     pack_migrations,
     score_levels,
 )
+from engine.trace_board import Board
 
 MEMORY = MemoryReading(1, 2, 3, 4, 5, 6, 1000, 9000)
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from engine.trace import (
-    Board,
     EndEvent,
     Keyframe,
     LateMetrics,
@@ -23,6 +22,7 @@ from engine.trace import (
     pack_migrations,
     score_levels,
 )
+from engine.trace_board import Board
 
 TALE = (
     "the old harbour keeps its light over cold water while a clerk counts every box that left before noon "

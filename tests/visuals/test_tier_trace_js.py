@@ -1,4 +1,4 @@
-"""The browser's decoder equals engine.trace.Board: forwards, backwards, by seek."""
+"""The browser's decoder equals engine.trace_board.Board: forwards, backwards, by seek."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from engine.trace import Board, Keyframe, RoutingEvent, RunMeta, ScoreEvent, Tier, TraceEvent
+from engine.trace import Keyframe, RoutingEvent, RunMeta, ScoreEvent, Tier, TraceEvent
+from engine.trace_board import Board
 from tests.visuals.synthetic import Plan, synthetic_events, synthetic_rows
 
 ROOT = Path(__file__).resolve().parents[2]
