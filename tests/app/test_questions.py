@@ -23,8 +23,8 @@ from app.texts import LANGUAGES, text
 from app.ui import build_ui
 from presets.loader import load_presets
 from tests.app.fake_engine import FakeEngine, FakeLoader
+from tests.app.filled_form import form_values
 from tests.app.test_api import Server
-from tests.app.test_ui import _values
 from tests.app.tiny_loader import load_tiny
 
 OWN = "The old map showed a river where there was none, and a road that went to the sea. " * 3
@@ -32,7 +32,7 @@ OWN = "The old map showed a river where there was none, and a road that went to 
 
 def form(lang: str = "en", limit: int = 100_000, **changes: Any) -> RunForm:
     settings = Settings(max_new_tokens=512, max_prompt_chars=limit)
-    return RunForm(_values(**changes), lang=lang, presets=load_presets(), settings=settings)
+    return RunForm(form_values(**changes), lang=lang, presets=load_presets(), settings=settings)
 
 
 # the form

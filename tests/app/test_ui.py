@@ -1,4 +1,4 @@
-"""The page's parts without a browser: form, words, tables, watch, and the Blocks that they make up."""
+"""The page's parts without a browser: words, tables, watch, and the Blocks that they make up."""
 
 from __future__ import annotations
 
@@ -13,63 +13,27 @@ from xml.etree import ElementTree
 
 import gradio as gr
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from app.context import AppContext, create_context
-from app.documents import DEFAULT_DOCUMENT, DocumentError, get_document, load_documents
-from app.forms import FILE_LIMIT_KB, OWN_FILE, OWN_TEXT, FormError, RunForm
 from app.labels import Labels, pick_language
 from app.look import head, page_options
-from app.messages import error_html, notice_sentences, notices_html, standing_sentence
+from app.messages import error_html, notices_html, standing_sentence
 from app.model_loading import load_sentences
-from app.result_table import format_bytes, format_share, result_html, rows
 from app.run_watch import RunWatch, Standing
 from app.sessions import SessionInfo
 from app.settings import Settings
 from app.tabs import about
 from app.tabs.replays import links_html, sessions_html
-from app.tabs.run_panel import PRESET_FIELDS, fill_preset
 from app.texts import LANGUAGES, all_texts, text
 from app.ui import _once, _whole, build_ui
 from engine.config import QEvictConfig
-from engine.errors import ConfigError, ModelNotFoundError
-from presets.loader import load_presets
+from engine.errors import ModelNotFoundError
 from tests.app.fake_engine import FakeEngine, FakeLoader, FakeOptions
+from tests.app.filled_form import filled_form
 from visuals.replay import page_script
 
 ROOT = Path(__file__).resolve().parents[2]
 PUBLIC = {"run_session", "stop_session", "list_sessions", "get_session", "export_session"}
-
-
-def _values(**changes: Any) -> dict[str, Any]:
-    values = {
-        "document": DEFAULT_DOCUMENT,
-        "question": "",
-        "own_text": "",
-        "file": None,
-        "preset": "paper-20",
-        "kv_budget": 0.2,
-        "quant_share": 0.7,
-        "bits": 2,
-        "window_size": 8,
-        "sink_tokens": 5,
-        "local_tokens": "",
-        "promotion": True,
-        "backend": "auto",
-        "new_tokens": 64,
-        "temperature": 0,
-        "seed": 0,
-        "reference": True,
-        "ignore_eos": False,
-        "model": "embedded",
-        "device": "auto",
-    }
-    return values | changes
-
-
-def _form(lang: str = "en", **changes: Any) -> RunForm:
-    return RunForm(_values(**changes), lang=lang, presets=load_presets(), settings=Settings(max_new_tokens=512))
 
 
 @pytest.fixture
@@ -91,112 +55,6 @@ def _page(context: AppContext) -> gr.Blocks:
         return build_ui(context)
 
     return asyncio.run(build())
-
-
-# the form
-
-
-def test_a_plain_form_is_a_request() -> None:
-    request = _form().request()
-    assert request.prompt == get_document(DEFAULT_DOCUMENT).text
-    assert request.config == load_presets()["paper-20"].config.replace(planned_new_tokens=64)
-    assert _form().options()["max_new_tokens"] == 64
-    assert request.raise_budget
-
-
-def test_fields_are_laid_over_the_preset() -> None:
-    config = _form(kv_budget=0.4, quant_share=0.1, bits=4, local_tokens="64", promotion=False).config()
-    assert (config.kv_budget, config.quant_share, config.bits) == (0.4, 0.1, 4)
-    assert (config.local_tokens, config.promotion) == (64, False)
-    assert config.kv_dtype == load_presets()["paper-20"].config.kv_dtype
-
-
-@pytest.mark.parametrize("lang", LANGUAGES)
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"document": OWN_TEXT, "own_text": "  \n"}, "error.prompt_empty"),
-        ({"document": OWN_FILE}, "error.file_missing"),
-        ({"model": " "}, "model.empty"),
-    ],
-)
-def test_what_is_missing_is_said_in_the_readers_language(lang: str, changes: dict[str, Any], key: str) -> None:
-    with pytest.raises(FormError) as caught:
-        _form(lang, **changes).request()
-    assert str(caught.value) == text(lang, key)
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"kv_budget": 0}, "kv_budget"),
-        ({"kv_budget": 1.5}, "kv_budget"),
-        ({"quant_share": -0.1}, "quant_share"),
-        ({"new_tokens": 513}, "new_tokens"),
-        ({"new_tokens": None}, "new_tokens"),
-        ({"new_tokens": 2.5}, "new_tokens"),
-        ({"seed": "seven"}, "seed"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"local_tokens": "12"}, "local_tokens"),
-        ({"window_size": 7}, "window_size"),
-        ({"bits": 3}, "bits"),
-    ],
-)
-def test_a_bad_number_names_its_field(changes: dict[str, Any], field: str) -> None:
-    with pytest.raises(FormError) as caught:
-        _form(**changes).request()
-    assert text("en", f"form.{field}") in str(caught.value)
-    assert "{" not in str(caught.value)
-
-
-def test_the_engine_refuses_what_does_not_go_together() -> None:
-    with pytest.raises(ConfigError):
-        _form(window_size=1, quant_share=0.7).request()
-
-
-@given(budget=st.floats(0.001, 1.0), share=st.floats(0.0, 1.0))
-def test_every_share_in_range_is_taken(budget: float, share: float) -> None:
-    config = _form(kv_budget=budget, quant_share=share).config()
-    assert (config.kv_budget, config.quant_share) == (budget, share)
-
-
-def test_files_are_read_with_their_limits(tmp_path: Path) -> None:
-    good, large, binary = tmp_path / "a.txt", tmp_path / "b.txt", tmp_path / "c.txt"
-    good.write_bytes(b"\xef\xbb\xbfhello \xe4\xbd\xa0")
-    large.write_text("x" * (FILE_LIMIT_KB * 1024 + 1))
-    binary.write_bytes(b"\xff\xfe\x00\x01")
-    assert _form(document=OWN_FILE, file=str(good)).prompt() == ("hello \u4f60", "a.txt")
-    with pytest.raises(FormError, match=str(FILE_LIMIT_KB)):
-        _form(document=OWN_FILE, file=str(large)).prompt()
-    with pytest.raises(FormError, match="UTF-8"):
-        _form(document=OWN_FILE, file=str(binary)).prompt()
-
-
-def test_every_preset_fills_the_form_and_comes_back() -> None:
-    for name, preset in load_presets().items():
-        filled = dict(zip(PRESET_FIELDS, fill_preset(name), strict=True))
-        config = _form(preset=name, **filled).config()
-        assert config == preset.config.replace(planned_new_tokens=64, routing_interval=None), name
-
-
-# documents
-
-
-def test_documents_state_a_fact_and_end_with_a_question() -> None:
-    documents = load_documents()
-    assert DEFAULT_DOCUMENT in documents
-    english = [document for document in documents.values() if document.language == "en"]
-    assert [document.tokens for document in english] == sorted(document.tokens for document in english)
-    for document in documents.values():
-        last = document.text.splitlines()[-1]
-        assert last.startswith("Question:" if document.language == "en" else "\u95ee\u9898")
-        assert document.tokens / 3 < len(document.text) < document.tokens * 5
-        assert all(document.title(lang) and document.hint(lang) for lang in LANGUAGES)
-
-
-def test_an_unknown_document_is_refused() -> None:
-    with pytest.raises(DocumentError, match="nothing"):
-        get_document("nothing")
 
 
 # words
@@ -256,89 +114,6 @@ def test_every_standing_is_a_whole_sentence(lang: str) -> None:
     assert len({standing_sentence(standing, lang) for standing in standings}) > 10
 
 
-# the result
-
-SUMMARY: dict[str, Any] = {
-    "settings": {"weights": "int4", "dtype": "float32", "device": "cpu"},
-    "backend": "<i>sdpa</i>",
-    "kv": {
-        "total_bytes": 5962740,
-        "peak_persistent_bytes": 5954160,
-        "full_kv_bytes": 26173440,
-        "share": 0.2275,
-        "kv_dtype": "float16",
-        "prefill_peak_bytes": 50888880,
-        "scoring_bytes": 0,
-    },
-    "metrics": {
-        "fmm": 0.115,
-        "fmm_history": 0.45,
-        "fmm_fp_only": 0.23,
-        "churn": 0.0045,
-        "mass_share": {"full": 0.1, "quant": 0.2, "evicted": 0.3},
-    },
-    "routing": {"events": 6, "promotions": 1, "demotions": 2, "evictions": 3},
-    "timing": {"prompt_tokens": 12, "ttft_ms": 8760.0, "tpot_ms": 149.0, "tokens_per_s": 6.7, "reference_share": 0.06},
-}
-
-
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_a_result_names_its_dtype_and_escapes(lang: str) -> None:
-    html = result_html(SUMMARY, lang)
-    assert html.count("MB (float16)") == 3
-    assert "int4" in html
-    assert "6.0 %" in html
-    assert "&lt;i&gt;sdpa&lt;/i&gt;" in html
-    assert "<i>" not in html
-    assert text(lang, "result.fmm") in html
-    assert "5.95 MB" in html
-    assert "{" not in html
-
-
-def test_without_a_reference_nothing_is_made_up() -> None:
-    html = result_html(SUMMARY | {"metrics": None}, "en")
-    assert text("en", "result.reference_off") in html
-    assert text("en", "result.churn") not in html
-    assert text("en", "result.reference_none_how") in html
-
-
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_every_figure_says_where_it_comes_from(lang: str) -> None:
-    origins = {"en": ("measured", "set:", "computed"), "zh": ("实测", "设定", "计算")}[lang]
-    for summary in (SUMMARY, SUMMARY | {"metrics": None}):
-        for name, value, how in rows(summary, lang):
-            assert how.startswith(origins) or how == text(lang, "result.reference_off"), name
-            assert value
-
-
-@pytest.mark.parametrize("lang", LANGUAGES)
-def test_notices_are_sentences_in_the_readers_language(lang: str) -> None:
-    said = notice_sentences(["no_full_history", "new_tokens_capped", "already a sentence."], lang)
-    assert said == [
-        text(lang, "notice.no_full_history"),
-        text(lang, "notice.new_tokens_capped"),
-        "already a sentence.",
-    ]
-
-
-@pytest.mark.parametrize("summary", [{}, {"kv": None}, {"kv": {"share": None}, "metrics": {"churn": None}}])
-def test_an_incomplete_summary_breaks_nothing(summary: dict[str, Any]) -> None:
-    assert "None" not in result_html(summary, "en")
-
-
-@given(st.integers(0, 10**14))
-def test_bytes_have_at_most_three_digits_and_a_unit(count: int) -> None:
-    number, unit = format_bytes(count, "en").split(" ")
-    size = float(number) * {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
-    assert abs(size - count) <= max(1.0, 0.006 * count)
-    assert unit == "GB" or float(number) < 1000
-
-
-def test_small_shares_keep_a_digit() -> None:
-    assert format_share(0.2) == "20.0 %"
-    assert format_share(0.0042) == "0.42 %"
-
-
 # replays
 
 
@@ -390,7 +165,7 @@ def _ended(watch: RunWatch) -> Standing:
 
 
 def test_a_watch_hears_notices_tokens_and_the_end(context: AppContext) -> None:
-    request = _form(kv_budget=0.05, new_tokens=40).request()
+    request = filled_form(kv_budget=0.05, new_tokens=40).request()
     session = context.runs.start(request)
     now = _ended(RunWatch(session, context.runs, context.bus, context.sessions))
     assert (now.why, now.tokens, now.planned) == ("length", 40, 40)

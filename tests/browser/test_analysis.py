@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.app.test_analysis_tab import ANSWER, DIAGNOSIS
+from tests.app.analysis_samples import ANSWER, DIAGNOSIS
 from tests.browser.server import ServerProcess
 from tests.browser.test_access import _faults, axe
 
