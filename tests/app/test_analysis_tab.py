@@ -1,4 +1,4 @@
-"""The Analysis tab without a browser: files read and refused, sources, cards, addresses, diagnoses in the queue."""
+"""The Analysis tab without a browser: cards, stored runs, addresses, and what the tab answers."""
 
 from __future__ import annotations
 

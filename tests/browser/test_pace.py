@@ -45,13 +45,7 @@ def test_twelve_events_a_second_in_the_page(
         page.wait_for_function(f"window.qeBoards && {BOARD} && {BOARD}.index >= 0", timeout=60_000)
         page.evaluate(f"{BOARD}.pause()")
         page.click("#qe-run")
-        try:
-            page.wait_for_function(f"{BOARD}.source && {BOARD}.index >= 5", timeout=60_000)
-        except Exception as error:
-            state = page.evaluate(f"[{BOARD}.index, !!{BOARD}.source, !!{BOARD}.trace.end, document.visibilityState]")
-            raise AssertionError(
-                f"{state}, {page.locator('#qe-live-status').all_inner_texts()}, {len(heard)} heard"
-            ) from error
+        page.wait_for_function(f"{BOARD}.source && {BOARD}.index >= 5", timeout=60_000)
         before = page.evaluate(f"[{BOARD}.index, performance.now()]")
         stretches = [page.evaluate(FRAMES, 1500) for _ in range(3)]
         after = page.evaluate(f"[{BOARD}.index, performance.now()]")
